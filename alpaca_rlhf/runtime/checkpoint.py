@@ -1,0 +1,121 @@
+"""Output directories: checked before work starts, replaced only by a complete new output, never by half of one."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alpaca_rlhf.arguments.errors import UserError
+
+_WRITING = ".writing"  # an output on its way; worthless if found later
+_COMPLETE = ".complete"  # a whole output that only has to be moved into its place
+_MANIFEST = ".output_files.json"  # the names the last output put here; everything else in the folder is the user's
+_SECRET_NAME = re.compile(r"(^|_)(api_?key|access_?key|auth_?token|hf_?token|password|secret)s?$", re.IGNORECASE)
+
+
+def prepare_output_dir(path: str | Path) -> Path:
+    """Make the directory if need be and prove, by writing into it, that an output can be put there.
+
+    Called before any work. An output that an earlier process had completed but not moved into place is put in place
+    now. Raises UserError with the path and the system's reason.
+    """
+    directory = Path(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as probe:
+            probe.write(b"probe")
+            probe.flush()
+        _move_into_place(directory)
+    except FileExistsError as error:
+        raise UserError(f"the output directory {directory} is a file: choose another one") from error
+    except OSError as error:
+        raise UserError(
+            f"the output directory {directory} cannot be written ({error.strerror}): choose another one"
+        ) from error
+    return directory
+
+
+def write_output(directory: Path, write: Callable[[Path], None]) -> None:
+    """Replace the output in a directory by what write(folder) writes, entirely or not at all.
+
+    write gets an empty folder inside the directory (so the same file system, and no rights needed on the parent).
+    While it writes, and if it raises, the old output stays as it was and nothing new is left behind. When it returns,
+    one rename makes the new output the valid one; only then its files take their places, those of the previous output
+    that have no successor go, and files that no output wrote stay. A process that dies between leaves the rest to
+    the next prepare_output_dir. To be called by one process.
+    """
+    prepare_output_dir(directory)
+    writing = directory / _WRITING
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()
+    try:
+        write(writing)
+        names = sorted(entry.name for entry in writing.iterdir())
+        (writing / _MANIFEST).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+        writing.rename(directory / _COMPLETE)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    _move_into_place(directory)
+
+
+def save_arguments(directory: Path, arguments: dict[str, Any]) -> Path:
+    """Write the effective settings of a run to training_arguments.json, atomically, and return its path.
+
+    arguments: nested and JSON-able. A name that looks like a credential is an error of the program: secrets come from
+    the environment and are never part of the settings.
+    """
+    secrets = _secret_names(arguments)
+    assert not secrets, f"credentials among the settings to be saved: {secrets}"
+    target = Path(directory) / "training_arguments.json"
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(arguments, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _move_into_place(directory: Path) -> None:
+    """Finish a replacement that has been decided; every step may be repeated, so a second process can carry on."""
+    complete = directory / _COMPLETE
+    if not complete.is_dir():
+        return
+    decided = complete / _MANIFEST
+    if decided.exists():  # still here: the files of the previous output may have to go
+        new_names = set(json.loads(decided.read_text(encoding="utf-8")))
+        previous = directory / _MANIFEST
+        if previous.exists():
+            for name in set(json.loads(previous.read_text(encoding="utf-8"))) - new_names:
+                _remove(directory / name)
+        for name in sorted(new_names):
+            if (complete / name).exists():
+                _replace(complete / name, directory / name)
+        _replace(decided, previous)
+    complete.rmdir()
+
+
+def _replace(source: Path, target: Path) -> None:
+    if target.is_dir() or source.is_dir():  # rename(2) replaces files, but no directory that holds something
+        _remove(target)
+    os.replace(source, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _secret_names(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [str(name) for name in value if _SECRET_NAME.search(str(name))]
+        return own + [name for inner in value.values() for name in _secret_names(inner)]
+    if isinstance(value, list | tuple):
+        return [name for inner in value for name in _secret_names(inner)]
+    return []

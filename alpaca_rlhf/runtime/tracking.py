@@ -1,0 +1,150 @@
+"""The numbers of a run: metrics.jsonl always, TensorBoard when asked, curves as pictures at the end."""
+
+import importlib.util
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from alpaca_rlhf.arguments.errors import UserError
+
+
+class MetricsLog:
+    """One line of metrics.jsonl per optimizer step: {"step": n, "time": seconds since 1970, name: value, ...}.
+
+    output_dir: None keeps nothing on disk. run: only is_main is read, the other ranks log nothing. tensorboard: also
+    write TensorBoard events, to tensorboard_path as given. curves: title -> names of the metrics drawn together in
+    output_dir/curves/<title>.png by close(). A log of an earlier run in output_dir is kept as metrics.previous.jsonl.
+    Raises UserError, on every rank and before anything is written, if a package that this needs is not installed.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None,
+        run: Any,
+        *,
+        tensorboard: bool = False,
+        tensorboard_path: str | Path = "",
+        curves: dict[str, list[str]] | None = None,
+    ) -> None:
+        self.curves = curves or {}
+        self.last_step: int | None = None
+        self.history: dict[str, tuple[list[int], list[float]]] = {}
+        self._output_dir = Path(output_dir) if output_dir is not None and run.is_main else None
+        self._record: dict[str, Any] = {}
+        self._record_start = 0
+        self._file: IO[bytes] | None = None
+        self._writer: Any = None
+        if tensorboard:
+            _need("tensorboard", "--enable_tensorboard")
+        if output_dir is not None and self.curves:
+            _need("matplotlib", "drawing the curves")
+        if self._output_dir is not None:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            path = self._output_dir / "metrics.jsonl"
+            if path.exists():
+                path.replace(path.with_name("metrics.previous.jsonl"))
+            self._file = path.open("wb")
+        if tensorboard and run.is_main:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(tensorboard_path))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record values under the run's one step counter, and bring them to the disk at once.
+
+        A second call for the same step adds to that step's line (an evaluation after a training step); a step never
+        goes back and no value is logged twice. Values that are not finite become null, which is all that JSON has.
+        """
+        if self.last_step is not None:
+            assert step >= self.last_step, f"the log goes back from step {self.last_step} to {step}"
+        for name, value in values.items():
+            assert isinstance(value, int | float), f"{name} is a {type(value).__name__}, the log takes plain numbers"
+        if step != self.last_step:
+            self._record = {"step": step, "time": round(time.time(), 3)}
+            self._record_start = self._file.tell() if self._file is not None else 0
+            self.last_step = step
+        repeated = self._record.keys() & values.keys()
+        assert not repeated, f"logged twice at step {step}: {sorted(repeated)}"
+        self._record.update({name: value if math.isfinite(value) else None for name, value in values.items()})
+        if self._file is not None:
+            self._file.seek(self._record_start)
+            self._file.write(json.dumps(self._record, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        for name, value in values.items():
+            steps, numbers = self.history.setdefault(name, ([], []))
+            steps.append(step)
+            numbers.append(float(value))
+            if self._writer is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the files and draw the curves; a second call does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._file is None or self._output_dir is None:
+            return
+        self._file.close()
+        self._file = None
+        for title, names in self.curves.items():
+            lines = {name: self.history[name] for name in names if name in self.history}
+            if any(math.isfinite(value) for _, values in lines.values() for value in values):
+                draw_curves(self._output_dir / "curves" / f"{_file_name(title)}.png", title, lines)
+
+
+def draw_curves(path: Path, title: str, lines: dict[str, tuple[list[int], list[float]]]) -> None:
+    """Draw the metrics name -> (steps, values) over the step into one small PNG.
+
+    A long noisy series is drawn pale, with its running mean over a twentieth of the points on top.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, (steps, values)) in enumerate(lines.items()):
+        width = len(values) // 20
+        smooth = width > 2
+        marker = "o" if len(values) <= 25 else None
+        label = f"{name} (mean of {width} steps)" if smooth else name
+        axes.plot(
+            steps,
+            values,
+            color=f"C{index}",
+            alpha=0.25 if smooth else 1.0,
+            marker=marker,
+            markersize=3,
+            label=None if smooth else label,
+        )
+        if smooth:
+            axes.plot(steps, running_mean(values, width), color=f"C{index}", label=label)
+    axes.set_title(title)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(next(iter(lines)) if len(lines) == 1 else "value")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """The mean of each value and the up to width - 1 before it; values that are not finite are left out of it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
+        means.append(sum(window) / len(window) if window else math.nan)
+    return means
+
+
+def _need(package: str, purpose: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{purpose} needs the package {package}, which is not installed: pip install {package}")
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")
