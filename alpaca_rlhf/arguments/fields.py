@@ -96,12 +96,14 @@ def check_settings(settings: Any) -> None:
             _check_value(field.name, one, field.metadata)
         needed = field.metadata["needs"]
         if needed and not getattr(settings, needed) and value != _default(field, value):
-            raise SettingError(without_companion(field.name, needed), _shown(value))
+            raise without_companion(field.name, needed, value)
 
 
-def without_companion(name: str, needed: str) -> str:
-    """The sentence for a setting that would do nothing because the one it belongs to is off; ``{0}`` is its value."""
-    return f"<{name}> is {{0}} but has no effect without <{needed}>; set that too, or leave <{name}> away"
+def without_companion(name: str, needed: str, value: object) -> SettingError:
+    """The refusal of a setting that would do nothing because the one it belongs to is off."""
+    given = "" if isinstance(value, bool) else " {0}"
+    text = f"<{name}>{given} has no effect without <{needed}>; set <{needed}> too, or leave <{name}> away"
+    return SettingError(text, shown(value))
 
 
 def _default(field: "dataclasses.Field[Any]", value: object) -> object:
@@ -117,7 +119,7 @@ def _check_value(name: str, value: object, metadata: Any) -> None:
             raise SettingError(f"<{name}> is {{0}}; choose one of {{1}}", repr(value), words)
     elif isinstance(value, (int, float)):
         if not math.isfinite(value):
-            raise SettingError(f"<{name}> is {{0}}; it must be a finite number", value)
+            raise SettingError(f"<{name}> is {{0}}; it must be a finite number", shown(value))
         fits = {
             "at least": lambda limit: value >= limit,
             "above": lambda limit: value > limit,
@@ -127,11 +129,14 @@ def _check_value(name: str, value: object, metadata: Any) -> None:
         limits = metadata["limits"]
         if not all(fits[words](limit) for words, limit in limits.items()):
             wanted = " and ".join(f"{words} {limit}" for words, limit in limits.items())
-            raise SettingError(f"<{name}> is {{0}}; it must be {{1}}", value, wanted)
+            raise SettingError(f"<{name}> is {{0}}; it must be {{1}}", shown(value), wanted)
 
 
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def shown(value: object) -> str:
+    """A value as one would type it."""
+    if isinstance(value, tuple):
+        return ",".join(shown(one) for one in value)
+    return str(value).lower() if isinstance(value, bool) else str(value).removesuffix(".0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

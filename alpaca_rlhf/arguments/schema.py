@@ -7,7 +7,6 @@ A refusal names the fields as ``<field>``; the command line puts the user's own 
 import dataclasses
 import math
 import os
-from pathlib import Path
 
 from alpaca_rlhf.arguments.fields import SettingError, Settings, setting
 
@@ -17,8 +16,8 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 def default_cache_dir() -> str:
     """The per-user cache folder: ``$XDG_CACHE_HOME/alpaca_rlhf``, or ``~/.cache/alpaca_rlhf``."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(base) / "alpaca_rlhf")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "alpaca_rlhf")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class DataArguments(Settings):
         if sum(self.split) <= 0:
             raise SettingError("<split> is 0,0,0; at least one step must get a share")
         if self.probs is not None and len(self.probs) != len(self.paths):
-            counts = (len(self.probs), len(self.paths))
-            raise SettingError("<probs> has {0} numbers for the {1} data sets of <paths>; give one for each", *counts)
+            counts = f"<probs> holds {len(self.probs)} and <paths> holds {len(self.paths)}"
+            raise SettingError(f"{counts}; give one probability for each data set")
         if self.probs is not None and sum(self.probs) <= 0:
             raise SettingError("<probs> has the sum 0; at least one data set must be drawn from")
 
