@@ -1,0 +1,149 @@
+"""Write the demo's embedded data: ``python -m alpaca_rlhf.demo.world DIR [--seed N]``. Standard library only.
+
+DIR receives data.zip (MultiTurnAlpaca's two files of JSON lines), preferences/train.jsonl and test.jsonl (rm-static's columns) and
+prompts.jsonl. A seed gives the same bytes on every Python: see Dice, and the archive is stored without compression and with a
+fixed date. data/README.md describes the files.
+"""
+
+import argparse
+import json
+import math
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from alpaca_rlhf.demo.gold import gold_score
+from alpaca_rlhf.demo.world_answers import Dice, Question, all_first_questions, follow_up, write_answer
+
+SEED = 1
+SFT_ROWS = {"train": 2000, "test": 200}
+PAIRS = {"train": 2000, "test": 300}
+PROMPTS = 300
+NOISE = 0.15  # temperature of the Bradley-Terry label noise, in units of the gold score
+FOLLOW_UPS = 0.2  # share of conversations with a second question
+
+# Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
+SFT_STYLES = {"good": 14, "bare list": 6, "plain": 27, "terse": 24, "off-topic": 9, "cut off": 11, "rude": 9}
+PAIR_STYLES = {
+    "good": 26, "bare list": 9, "plain": 16, "terse": 10, "off-topic": 6, "off-topic list": 8, "cut off": 9, "rude": 5,
+    "confused": 7, "repeating": 3, "hollow list": 2,
+}  # fmt: skip
+
+
+def _first_questions(dice: Dice) -> dict[str, list[Question]]:
+    """Deal the opening questions: every text goes to one of the three sets. About 7 of 10 ask about one thing."""
+    kinds: dict[str, list[Question]] = {"one": [], "two": [], "story": []}
+    for question in all_first_questions():
+        kinds["story" if question.story else "two" if len(question.things) == 2 else "one"].append(question)
+    dealt: dict[str, list[Question]] = {"sft": [], "pairs": [], "prompts": []}
+    for kind, keep in (("one", 1008), ("two", 300), ("story", 120)):
+        questions = dice.draw(kinds[kind], keep)
+        first, second = int(0.42 * keep), int(0.84 * keep)
+        dealt["sft"] += questions[:first]
+        dealt["pairs"] += questions[first:second]
+        dealt["prompts"] += questions[second:]
+    return dealt
+
+
+def _about_one(questions: list[Question]) -> list[Question]:
+    """The questions that a second one can follow: about one thing that may be called "it"."""
+    return [q for q in questions if len(q.things) == 1 and not q.story and q.things[0].group != "job"]
+
+
+def _conversations(dice: Dice, questions: list[Question], count: int) -> list[dict[str, str]]:
+    """``count`` rows, one for each assistant turn; each opening question comes back about equally often."""
+    rows: list[dict[str, str]] = []
+    openers = _about_one(questions)
+    while len(rows) < count:
+        for question in dice.draw(questions, len(questions)):
+            rows.append(_row(dice, question))
+            if dice.chance(FOLLOW_UPS):
+                rows.append(_row(dice, follow_up(dice, dice.pick(openers))))
+    return rows[:count]
+
+
+def _row(dice: Dice, question: Question) -> dict[str, str]:
+    answer = write_answer(dice, question, dice.weighted(SFT_STYLES))
+    return {"instruction": question.instruction, "input": "", "output": answer}
+
+
+def _different_questions(dice: Dice, questions: list[Question], count: int) -> list[Question]:
+    """``count`` questions with different prompts: the opening ones, then follow-ups on them."""
+    openers = _about_one(questions)
+    found = {question.prompt: question for question in dice.draw(questions, int(count * (1 - FOLLOW_UPS)))}
+    while len(found) < count:
+        question = follow_up(dice, dice.pick(openers))
+        found.setdefault(question.prompt, question)
+    return dice.draw(list(found.values()), count)
+
+
+def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, str]]:
+    """Two answers of different gold score to each question; which one is chosen follows Bradley and Terry's model.
+
+    P(A is chosen) = sigmoid((gold(A) - gold(B)) / NOISE).
+    """
+    rows = []
+    while len(rows) < count:
+        for question in dice.draw(questions, len(questions)):
+            a, b = (write_answer(dice, question, dice.weighted(PAIR_STYLES)) for _ in range(2))
+            gap = gold_score(question.prompt, a) - gold_score(question.prompt, b)
+            if abs(gap) < 0.01:
+                continue
+            chosen, rejected = (a, b) if dice.chance(1 / (1 + math.exp(-gap / NOISE))) else (b, a)
+            rows.append(
+                {"prompt": question.prompt, "response": f" {chosen}", "chosen": f" {chosen}", "rejected": f" {rejected}"}
+            )
+    return rows[:count]
+
+
+def _lines(rows: Iterable[dict[str, str]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def make_files(seed: int = SEED) -> dict[str, bytes]:
+    """The embedded data as (path inside the directory, bytes); the archive's two members come under their own names."""
+    dice = Dice(seed)
+    questions = _first_questions(dice)
+    share = SFT_ROWS["test"] / sum(SFT_ROWS.values())
+    sft = dice.draw(questions["sft"], len(questions["sft"]))
+    cut = int(len(sft) * share)
+    sft_test, sft_train = _conversations(dice, sft[:cut], SFT_ROWS["test"]), _conversations(dice, sft[cut:], SFT_ROWS["train"])
+    held_out = _different_questions(dice, questions["prompts"], PROMPTS)
+    asked = _different_questions(dice, questions["pairs"], sum(PAIRS.values()))
+    train, test = asked[: PAIRS["train"]], asked[PAIRS["train"] :]
+    return {
+        "training_data.txt.train": _lines(sft_train),
+        "training_data.txt.test": _lines(sft_test),
+        "preferences/train.jsonl": _lines(_pairs(dice, train, PAIRS["train"])),
+        "preferences/test.jsonl": _lines(_pairs(dice, test, PAIRS["test"])),
+        "prompts.jsonl": _lines({"prompt": question.prompt} for question in held_out),
+    }
+
+
+def write_world(directory: Path, seed: int = SEED) -> list[Path]:
+    """Write the embedded data into ``directory`` (made if missing) and return the paths of the files."""
+    files = make_files(seed)
+    (directory / "preferences").mkdir(parents=True, exist_ok=True)
+    archive = directory / "data.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as writer:
+        for name in ("training_data.txt.train", "training_data.txt.test"):
+            member = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            member.create_system, member.external_attr = 3, 0o644 << 16
+            writer.writestr(member, files.pop(name))
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return [archive, *(directory / name for name in files)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line: write the data and print each file with its size."""
+    parser = argparse.ArgumentParser(prog="python -m alpaca_rlhf.demo.world", description="Write the demo's embedded data.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder to write into")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of every random choice (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    for path in write_world(arguments.directory, arguments.seed):
+        print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
