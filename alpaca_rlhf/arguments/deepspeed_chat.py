@@ -40,6 +40,7 @@ def _data(step: int) -> list[Row]:
         sft_only,
         _row(group, "--dataset_probs", "data.probs", NUMBERS),
         _row(group, "--max_samples", "data.max_samples", INTEGER),
+        _row(group, "--data_seed", "data.seed", INTEGER),
         _row(group, "--data_output_path", "data.cache_dir", TEXT),
         _row(group, "--template", "data.template", TEXT),
         _row(group, "--preprocessing_num_workers", "data.workers", INTEGER),
@@ -64,7 +65,7 @@ def _model(group: str, field: str, prefix: str, rate: float, dropout_off: str) -
     ]
 
 
-def _schedule(warmup: int) -> list[Row]:
+def _schedule(warmup: int, skipped: str = "schedule.max_skipped_steps") -> list[Row]:
     group = "schedule"
     return [
         _row(group, "--num_train_epochs", "schedule.num_train_epochs", INTEGER),
@@ -73,6 +74,7 @@ def _schedule(warmup: int) -> list[Row]:
         _row(group, "--num_warmup_steps", "schedule.num_warmup_steps", INTEGER, default=warmup),
         _row(group, "--max_grad_norm", "schedule.max_grad_norm", NUMBER),
         _row(group, "--only_optimize_lora", "only_optimize_lora", SWITCH),
+        _row(group, "--max_skipped_steps", skipped, INTEGER),
         _row(group, "--max_steps", "schedule.max_steps", INTEGER),
     ]
 
@@ -165,7 +167,7 @@ def _step3() -> list[Row]:
         _row(shared, "--offload_reward_model", "offload_reward_model", SWITCH),
         *_rollout(),
         *_ppo(),
-        *_schedule(warmup=100),
+        *_schedule(warmup=100, skipped="schedule.max_skipped_steps ppo.max_skipped_steps"),
         _row(
             "schedule",
             "--test_stop_step",
@@ -248,7 +250,6 @@ def _ppo() -> list[Row]:
         ),
         _row(group, "--reward_normalization", "ppo.reward_normalization", TEXT),
         _row(group, "--missing_eos_penalty", "ppo.missing_eos_penalty", NUMBER),
-        _row(group, "--max_skipped_steps", "ppo.max_skipped_steps", INTEGER),
         _row(group, "--unsupervised_dataset_name", "unsupervised_dataset_name", TEXT),
         _row(group, "--unsupervised_dataset_config_name", "unsupervised_dataset_config_name", TEXT),
         _row(group, "--unsup_coef", "unsup_coef", NUMBER),

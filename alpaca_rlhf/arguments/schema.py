@@ -6,152 +6,28 @@ A refusal names the fields as ``<field>``; the command line puts the user's own 
 
 import dataclasses
 import math
-import os
 
 from alpaca_rlhf.arguments.fields import SettingError, Settings, setting
+from alpaca_rlhf.arguments.parts import (
+    DataArguments,
+    EngineArguments,
+    ModelArguments,
+    OutputArguments,
+    ScheduleArguments,
+)
 
-LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
-DTYPES = ("auto", "fp32", "bf16", "fp16")
-
-
-def default_cache_dir() -> str:
-    """The per-user cache folder: ``$XDG_CACHE_HOME/alpaca_rlhf``, or ``~/.cache/alpaca_rlhf``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "alpaca_rlhf")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataArguments(Settings):
-    """Which texts, and how they are shared out and encoded."""
-
-    paths: tuple[str, ...] = setting(
-        ("Dahoas/rm-static",), "data sets: files, folders or hub names, recognised by their columns"
-    )
-    split: tuple[float, float, float] = setting(
-        (2.0, 4.0, 4.0),
-        "disjoint shares of each data set for steps 1, 2 and 3, divided by their sum",
-        at_least=0,
-    )
-    sft_only_paths: tuple[str, ...] = setting(
-        (), "further data sets for step 1 only, used whole (MultiTurnAlpaca is unpacked from data/data.zip)"
-    )
-    probs: tuple[float, ...] | None = setting(
-        None,
-        "draw records from the data sets of <paths> with these probabilities (one each, divided by their sum); "
-        "absent, the data sets are joined and every record is used",
-        at_least=0,
-    )
-    max_samples: int | None = setting(None, "use at most so many records of each data set; absent, all", at_least=1)
-    cache_dir: str = setting(
-        factory=default_cache_dir, help="folder for downloaded, unpacked and encoded data, reused by later runs"
-    )
-    template: str = setting(
-        "auto",
-        "how turns become text: the tokenizer's own chat template if it has one, else human_assistant",
-        choices=("auto", "human_assistant", "hh", "openllama2"),
-    )
-    workers: int | None = setting(
-        None, "processes that encode data; absent, as many as the machine and the data justify", at_least=1
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.paths:
-            raise SettingError("<paths> is empty; name at least one data set")
-        if len(self.split) != 3:
-            raise SettingError("<split> has {0} numbers; it needs three, such as 2,4,4", len(self.split))
-        if sum(self.split) <= 0:
-            raise SettingError("<split> is 0,0,0; at least one step must get a share")
-        if self.probs is not None and len(self.probs) != len(self.paths):
-            counts = f"<probs> holds {len(self.probs)} and <paths> holds {len(self.paths)}"
-            raise SettingError(f"{counts}; give one probability for each data set")
-        if self.probs is not None and sum(self.probs) <= 0:
-            raise SettingError("<probs> has the sum 0; at least one data set must be drawn from")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelArguments(Settings):
-    """One trained model: where it starts, what of it is trained, how it is held."""
-
-    path: str = setting(help="model to start from: a folder or a hub name")
-    learning_rate: float = setting(
-        help="highest learning rate, reached after the warm-up; 0 trains nothing", at_least=0
-    )
-    weight_decay: float = setting(0.0, "AdamW weight decay, never on norms and biases", at_least=0)
-    lora_learning_rate: float | None = setting(
-        None, "highest learning rate of the LoRA weights; absent, <learning_rate>", at_least=0, needs="lora_dim"
-    )
-    lora_dim: int = setting(0, "rank of the LoRA adapters; 0 = no adapters", at_least=0)
-    lora_module_names: tuple[str, ...] = setting(
-        (),
-        "comma list of linear layers that get adapters, by parts of their names; absent, every linear layer",
-        needs="lora_dim",
-    )
-    lora_alpha: float = setting(
-        1.0, "an adapter's output is scaled by <lora_alpha> / <lora_dim>", above=0, needs="lora_dim"
-    )
-    lora_dropout: float = setting(0.0, "dropout on the adapters' input", at_least=0, below=1, needs="lora_dim")
-    zero_stage: int = setting(0, "DeepSpeed ZeRO stage: 0, 1, 2 or 3", at_least=0, at_most=3)
-    offload: bool = setting(
-        False, "keep the optimizer (at ZeRO stage 3 also the weights) in main memory", needs="zero_stage"
-    )
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass: less memory, slower")
-    dropout: float | None = setting(
-        None, "dropout of the model while it trains; absent, as its configuration says", at_least=0, below=1
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleArguments(Settings):
-    """How long, and along which learning-rate curve."""
-
-    num_train_epochs: int = setting(1, "passes over the data", at_least=1)
-    max_steps: int | None = setting(
-        None,
-        "stop after so many steps (steps 1, 2: optimizer steps; step 3: rollouts); absent, at the end of the data",
-        at_least=1,
-    )
-    gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", at_least=1)
-    lr_scheduler_type: str = setting("cosine", "curve of the learning rate after the warm-up", choices=LR_SCHEDULERS)
-    num_warmup_steps: int = setting(help="optimizer steps until the highest learning rate; 0 = no warm-up", at_least=0)
-    max_grad_norm: float = setting(
-        1.0, "gradients are scaled down to this norm over all parameters; 0 = no clipping", at_least=0
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineArguments(Settings):
-    """What carries the training."""
-
-    deepspeed: bool = setting(
-        False, "train with DeepSpeed (one or more processes, ZeRO, offload); absent, one process on plain torch"
-    )
-    dtype: str = setting(
-        "auto",
-        "precision of the forward and backward pass; auto = bf16 where the device does it well, else fp32",
-        choices=DTYPES,
-    )
-    local_rank: int = setting(
-        -1, "number of this process on its machine; set by the launcher, -1 = no launcher", at_least=-1
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputArguments(Settings):
-    """What the run leaves behind, and what it shows."""
-
-    output_dir: str | None = setting(
-        None, "folder for the model, its settings and the metrics; absent, nothing is saved"
-    )
-    seed: int = setting(1234, "seed of everything random", at_least=0, at_most=2**32 - 1)
-    enable_tensorboard: bool = setting(False, "write TensorBoard event files as well")
-    tensorboard_path: str = setting(help="folder of the event files", needs="enable_tensorboard")
-    save_adapter: bool = setting(
-        False, "also keep the LoRA adapter by itself, beside the merged model", needs="output_dir"
-    )
-    print_answers_interval: int = setting(
-        0, "print sample prompts and answers every so many steps; 0 = never", at_least=0
-    )
+__all__ = [
+    "DataArguments",
+    "EngineArguments",
+    "ModelArguments",
+    "OutputArguments",
+    "PPOArguments",
+    "RolloutArguments",
+    "ScheduleArguments",
+    "Step1Arguments",
+    "Step2Arguments",
+    "Step3Arguments",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,14 +78,6 @@ class _SupervisedArguments(_StepArguments):
         self._check_models(("model",))
         if self.output.print_answers_interval:
             raise SettingError("<output.print_answers_interval> is for step 3: here no answers are generated")
-
-    def global_batch_size(self, world_size: int) -> int:
-        """Records per optimizer step over all processes: micro-batch x accumulation x processes."""
-        return self.per_device_train_batch_size * self.schedule.gradient_accumulation_steps * world_size
-
-    def total_steps(self, records: int, world_size: int) -> int:
-        """Optimizer steps of the run; an incomplete last step of an epoch counts, since it is trained."""
-        return _limited(math.ceil(records / self.global_batch_size(world_size)), self.schedule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,7 +159,9 @@ class PPOArguments(Settings):
     missing_eos_penalty: float | None = setting(
         None, "taken off the normalised score of an answer that does not end by itself; absent, nothing", at_least=0
     )
-    max_skipped_steps: int = setting(3, "stop after so many steps in a row with a loss that is not finite", at_least=1)
+    max_skipped_steps: int = setting(
+        3, "stop after so many steps in a row whose loss or gradient is not finite", at_least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,17 +207,12 @@ class Step3Arguments(_StepArguments):
 
     def total_rollouts(self, prompts: int, world_size: int) -> int:
         """Rollouts of the run; an incomplete last one of an epoch counts, since every prompt is trained (P-22)."""
-        return _limited(math.ceil(prompts / self.rollout_size(world_size)), self.schedule)
+        return self.schedule.planned_steps(math.ceil(prompts / self.rollout_size(world_size)))
 
     def optimizer_steps_per_rollout(self, rows_per_device: int) -> int:
         """Optimizer steps of each model for a rollout of so many answers per process; remainders are trained."""
         rows_per_step = self.ppo.per_device_mini_batch_size * self.schedule.gradient_accumulation_steps
         return self.ppo.epochs * math.ceil(rows_per_device / rows_per_step)
-
-
-def _limited(steps_per_epoch: int, schedule: ScheduleArguments) -> int:
-    steps = steps_per_epoch * schedule.num_train_epochs
-    return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
 
 
 def _refuse_sft_only(data: DataArguments) -> None:
