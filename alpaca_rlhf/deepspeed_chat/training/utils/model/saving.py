@@ -1,0 +1,158 @@
+"""Saving a model so that it is complete, and reading it back to be sure."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import quiet
+from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import merged_state_dict, save_adapter
+
+
+def save_trained(
+    directory: Path,
+    model: nn.Module,
+    state_dict: dict[str, Tensor],
+    encoder_tokenizer: PreTrainedTokenizerBase,
+    adapter_base: str | None = None,
+) -> None:
+    """Save what was trained as a complete plain model, adapters merged, and check the files.
+
+    Args:
+        directory: created if need be.
+        model: a transformers model, or a ``CausalLM`` or ``RewardModel`` around one, with or without adapters.
+        state_dict: complete (gathered), of just that module; a reward model's offset is saved only from its own.
+        encoder_tokenizer: saved as it is.
+        adapter_base: also keep the adapters, unmerged, in ``directory/adapter``, as adapters of the model at this path.
+
+    Raises:
+        RuntimeError: the weights are not complete, or the files are not what was to be saved.
+    """
+    if not isinstance(model, PreTrainedModel):
+        model, state_dict = model.model, model.export_state(state_dict)
+    if adapter_base is not None:
+        save_adapter(model, state_dict, Path(directory) / "adapter", adapter_base)
+    plain = merged_state_dict(model, state_dict)
+    save_model(directory, model, plain, encoder_tokenizer)
+    verify_saved(directory, plain)
+
+
+def save_model(
+    directory: Path,
+    model: PreTrainedModel,
+    state_dict: dict[str, Tensor],
+    encoder_tokenizer: PreTrainedTokenizerBase,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write weights (safetensors, sharded when large), configuration, generation configuration and tokenizer.
+
+    Args:
+        directory: created if need be.
+        model: gives class and configurations; its own weights are not read, so they may be sharded or have adapters.
+        state_dict: the complete weights under the model's plain names (merged, gathered). Tied weights are written
+            once.
+        encoder_tokenizer: saved as it is, with the chat template that is set on it.
+
+    Raises:
+        RuntimeError: ``state_dict`` is not complete, see :func:`check_complete`.
+    """
+    skeleton = check_complete(model, state_dict)
+    floating = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
+    skeleton.to(floating)  # the dtype that the saved configuration names
+    if model.can_generate():
+        skeleton.generation_config = copy.deepcopy(model.generation_config)
+    tied = skeleton.all_tied_weights_keys
+    weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name not in tied}
+    with quiet():
+        skeleton.save_pretrained(directory, state_dict=weights, max_shard_size=max_shard_size)
+        encoder_tokenizer.save_pretrained(directory)
+
+
+def check_complete(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> PreTrainedModel:
+    """Check that ``state_dict`` holds every weight of the model's class and configuration, whole, and nothing else.
+
+    Returns:
+        an empty model (on the meta device) of that class and configuration.
+
+    Raises:
+        RuntimeError: an empty tensor, a missing or unexpected name, a wrong shape, or two tied weights that differ.
+    """
+    with torch.device("meta"):
+        skeleton = type(model)(copy.deepcopy(model.config))
+    expected = skeleton.state_dict()
+    tied = skeleton.all_tied_weights_keys
+    problems = [f"{name} is empty" for name, tensor in state_dict.items() if tensor.numel() == 0]
+    problems += [f"{name} is missing" for name in expected if name not in state_dict and name not in tied]
+    problems += [f"{name} is unexpected" for name in state_dict if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
+        for name, tensor in state_dict.items()
+        if tensor.numel() and name in expected and tensor.shape != expected[name].shape
+    ]
+    problems += [
+        f"{name} differs from {source}, which it is tied to"
+        for name, source in tied.items()
+        if name in state_dict and source in state_dict and not torch.equal(state_dict[name], state_dict[source])
+    ]
+    if problems:
+        raise RuntimeError(f"The weights to save are not complete: {'; '.join(problems[:10])} ({len(problems)} in all)")
+    return skeleton
+
+
+def verify_saved(directory: Path, state_dict: dict[str, Tensor]) -> None:
+    """Read the weight files back and compare them with what was to be saved.
+
+    Every tensor must be there with the same type, shape and bytes; a tied one may be there under its other name.
+
+    Raises:
+        RuntimeError: a tensor is missing, empty or different.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    place = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            place.update({name: file for name in opened.keys()})
+    renamed = {} if place.keys() <= state_dict.keys() else _as_loaded(directory)
+    for name, tensor in state_dict.items():
+        if name in place:
+            with safe_open(place[name], framework="pt") as opened:
+                saved = opened.get_tensor(name)
+        elif name in renamed:
+            saved = renamed[name]
+        elif _tied_twin(directory, name, tensor, state_dict, place):
+            continue
+        else:
+            raise RuntimeError(f"{name} is missing from the saved files of {directory}")
+        if saved.numel() == 0 or not _same_bytes(saved, tensor):
+            raise RuntimeError(f"{name} in the saved files of {directory} is not what was to be saved")
+
+
+def _tied_twin(
+    directory: Path, name: str, tensor: Tensor, state_dict: dict[str, Tensor], place: dict[str, Path]
+) -> bool:
+    """Whether an unsaved tensor is the second name of a saved one in a model that ties its embeddings."""
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings", True):
+        return False
+    same_shape = [other for other in place if other != name and state_dict[other].shape == tensor.shape]
+    return any(_same_bytes(state_dict[other], tensor) for other in same_shape)
+
+
+def _as_loaded(directory: Path) -> dict[str, Tensor]:
+    """The weights as transformers loads them, for architectures whose files use other names than their modules."""
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    with quiet():
+        model = getattr(transformers, config["architectures"][0]).from_pretrained(directory, dtype="auto")
+    return model.state_dict()
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    return torch.equal(*flat)
