@@ -220,7 +220,7 @@ class Dialect(Generic[Step]):
             for one in typed:
                 for field in one.row.fields if one.row.weak == weak else ():
                     first = chosen.setdefault(field, one)
-                    if not weak and first.value != one.value:
+                    if not weak and first is not one and first.value != one.value:
                         both = f"{shown(first.value)} and {shown(one.value)}"
                         if first.flag == one.flag:
                             raise UserError(f"{one.flag} is given twice with different values, {both}; keep one")
