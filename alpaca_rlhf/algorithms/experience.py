@@ -14,7 +14,7 @@ _RESPONSE_FIELDS = (
 _ROW_FIELDS = ("scores", "row_mask")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Experience:
     """A batch of sampled answers with all that PPO has recorded about them. No tensor carries a gradient.
 
