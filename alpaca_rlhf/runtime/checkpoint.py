@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,28 +82,26 @@ def save_arguments(directory: Path, arguments: dict[str, Any]) -> Path:
 
 
 def _move_into_place(directory: Path) -> None:
-    """Finish a replacement that has been decided; every step may be repeated, so a second process can carry on."""
-    complete = directory / _COMPLETE
-    if not complete.is_dir():
-        return
+    """Finish a replacement that has been decided. Every step may be repeated, and by several ranks at once."""
+    complete, previous = directory / _COMPLETE, directory / _MANIFEST
     decided = complete / _MANIFEST
-    if decided.exists():  # still here: the files of the previous output may have to go
+    with suppress(FileNotFoundError):  # nothing to do, or another rank is ahead
         new_names = set(json.loads(decided.read_text(encoding="utf-8")))
-        previous = directory / _MANIFEST
         if previous.exists():
             for name in set(json.loads(previous.read_text(encoding="utf-8"))) - new_names:
                 _remove(directory / name)
         for name in sorted(new_names):
-            if (complete / name).exists():
-                _replace(complete / name, directory / name)
+            _replace(complete / name, directory / name)
         _replace(decided, previous)
-    complete.rmdir()
+    with suppress(FileNotFoundError):
+        complete.rmdir()
 
 
 def _replace(source: Path, target: Path) -> None:
-    if target.is_dir() or source.is_dir():  # rename(2) replaces files, but no directory that holds something
-        _remove(target)
-    os.replace(source, target)
+    with suppress(FileNotFoundError):
+        if source.exists() and (target.is_dir() or source.is_dir()):  # rename(2) replaces no directory that holds something
+            _remove(target)
+        os.replace(source, target)
 
 
 def _remove(path: Path) -> None:

@@ -124,7 +124,9 @@ class _FailTogether:
         return None
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        report = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+        report = None
+        if error is not None:
+            report = (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
         reports = self.run.gather(report)
         if error is not None:
             return
@@ -213,7 +215,9 @@ def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     raise UserError(f"--dtype {name} is unknown: choose auto, fp32, bf16 or fp16")
 
 
-def command(main: Callable[[Sequence[str] | None], int | None], memory_advice: str = MEMORY_ADVICE) -> Callable[..., int]:
+def command(
+    main: Callable[[Sequence[str] | None], int | None], memory_advice: str = MEMORY_ADVICE
+) -> Callable[..., int]:
     """Turn a step's main(argv) into a program: `raise SystemExit(command(main)())`.
 
     The returned function gives the exit code. A UserError becomes one line on stderr and code 2, running out of
@@ -274,7 +278,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _share_cores(run: Run) -> None:
-    """Split the cores of a machine among its CPU ranks, where the user has not decided: oversubscribed threads crawl."""
+    """Split the cores of a machine among its CPU ranks, where the user has not: oversubscribed threads crawl."""
     if run.world_size == 1 or run.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return
     hosts = run.gather(socket.gethostname())
