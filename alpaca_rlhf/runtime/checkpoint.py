@@ -99,7 +99,7 @@ def _move_into_place(directory: Path) -> None:
 
 def _replace(source: Path, target: Path) -> None:
     with suppress(FileNotFoundError):
-        if source.exists() and (target.is_dir() or source.is_dir()):  # rename(2) replaces no directory that holds something
+        if source.exists() and (target.is_dir() or source.is_dir()):  # rename(2) replaces no full directory
             _remove(target)
         os.replace(source, target)
 
