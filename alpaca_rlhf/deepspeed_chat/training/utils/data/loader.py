@@ -1,9 +1,10 @@
 """Which records form which optimizer step, and how a step is cut into micro-batches and ranks.
 
 The records of step k depend on (seed, epoch, global batch size) alone: global batch = micro_batch_size ·
-micro_batches_per_step · world_size. Any cut of one global batch size trains the same records in the same steps. Inside
-a step the records are ordered by length, so that a micro-batch is padded little; the longest come first, so that a batch
-that does not fit into memory fails at once. The last, incomplete step of an epoch is trained like any other.
+micro_batches_per_step · world_size. Any cut of one global batch size trains the same records in the same steps.
+Inside a step the records are ordered by length, so that a micro-batch is padded little; the longest come first, so
+that a batch that does not fit into memory fails at once. The last, incomplete step of an epoch is trained like any
+other.
 
 Every rank gets equally many micro-batches, each of as many rows as the other ranks' (faults Z-06, M-04): where the
 records run out, fillers (repeated records whose masks are 0) take their place.
