@@ -34,6 +34,7 @@ class CausalLM(nn.Module):
     def __init__(self, model: PreTrainedModel, vocabulary_limit: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.train(model.training)  # a loaded model is in evaluation mode: so is its wrapper
         self.vocabulary_limit = vocabulary_limit
 
     def forward(

@@ -210,7 +210,8 @@ def check_projection(model: PreTrainedModel, head: nn.Module | None, name: str) 
         head.register_forward_hook(lambda _module, inputs, output: seen.extend((inputs[0], output))),
     ]
     try:
-        token = torch.zeros(1, 1, dtype=torch.long, device=head.weight.device)
+        # Not the padding token: its embedding may be 0, and 0 is not changed by scaling.
+        token = torch.full((1, 1), 0 if model.config.pad_token_id else 1, device=head.weight.device)
         logits = model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False).logits
     finally:
         for hook in hooks:
@@ -251,7 +252,7 @@ def _merge_adapter(model: PreTrainedModel, path: str, dtype: torch.dtype) -> Pre
         raise UserError(
             f"The adapter {path} does not fit its base model: {_some([*missing, *result.unexpected_keys])}."
         )
-    return adapted.merge_and_unload().to(dtype).eval()
+    return adapted.merge_and_unload().to(dtype).eval().requires_grad_(True)  # peft froze the base
 
 
 def _check_generation_config(config: GenerationConfig, name: str, notice: Notice) -> None:

@@ -101,6 +101,7 @@ class RewardModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.train(model.training)  # a loaded model is in evaluation mode: so is its wrapper
         self.base_offset = 0.0
         self.register_parameter("offset", None)
         offset = getattr(model.config, "score_offset", None)

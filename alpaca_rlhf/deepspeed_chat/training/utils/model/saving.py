@@ -137,7 +137,7 @@ def _tied_twin(
 ) -> bool:
     """Whether an unsaved tensor is the second name of a saved one in a model that ties its embeddings."""
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    if not config.get("tie_word_embeddings", True):
+    if not config.get("tie_word_embeddings", True) or tensor.dim() != 2 or len(tensor) != config["vocab_size"]:
         return False
     same_shape = [other for other in place if other != name and state_dict[other].shape == tensor.shape]
     return any(_same_bytes(state_dict[other], tensor) for other in same_shape)
