@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
 
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-_PARAGRAPH = re.compile(r"(?:\A\s*|\n[ \t]*\n\s*)(Human|Assistant):")
+_PARAGRAPH = re.compile(r"(?:\A\s*|\n[ \t]*\n)(Human|Assistant):")
 _LINE = re.compile(r"(?:\A\s*|\n[ \t]*)(Human|Assistant):")
 _INLINE = re.compile(r"(?:\A\s*|\s)(Human|Assistant):(?=\s|\Z)")
 _PARAGRAPH_HUMAN = re.compile(r"\n[ \t]*\nHuman:")
