@@ -1,0 +1,150 @@
+"""Step 1: supervised fine-tuning. A base model learns to answer: assistant turns and their EOS are trained, nothing else.
+
+    python alpaca_rlhf/deepspeed_chat/training/step1_supervised_finetuning/main.py \\
+        --data_path data/preferences --model_name_or_path MODEL --output_dir output/actor
+    sh run.sh --num_gpus 2 alpaca_rlhf/deepspeed_chat/training/step1_supervised_finetuning/main.py … --deepspeed
+
+The loss of an optimizer step is the mean over its trained tokens, however the step is cut into micro-batches and
+processes; perplexity is exp(total loss / total tokens) over the whole evaluation part.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alpaca_rlhf.algorithms.losses import sft_loss_sum
+from alpaca_rlhf.algorithms.metrics import perplexity
+from alpaca_rlhf.arguments.deepspeed_chat import parse_step1
+from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.arguments.schema import Step1Arguments
+from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_sft
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptData, create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
+from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
+from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
+from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, load_tokenizer, vocabulary_size
+from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
+from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
+from alpaca_rlhf.engines.base import Engine, OptimizerSettings
+from alpaca_rlhf.engines.create import create_engine
+from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
+from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.run import Run, command, start_run
+from alpaca_rlhf.runtime.tracking import MetricsLog
+
+CURVES = {"loss": ["loss"], "perplexity": ["eval_perplexity"], "learning_rate": ["learning_rate"]}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the data, train, evaluate before and after, save."""
+    args = parse_step1(argv)
+    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    prepare_output_dir(args.output.output_dir)
+    check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
+                lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
+
+    # text → ids → batches
+    tokenizer = load_tokenizer(args.model.path, notice=run.print)
+    encoder = TextEncoder(tokenizer, args.data.template)
+    data = create_prompt_dataset(
+        paths=args.data.paths, step=1, split=args.data.split, seed=args.data.seed, encoder=encoder,
+        cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, sft_only_paths=args.data.sft_only_paths,
+        probs=args.data.probs, max_samples=args.data.max_samples, workers=args.data.workers,
+    )  # fmt: skip
+    run.print("\n".join(data.lines))
+    accumulation = args.schedule.gradient_accumulation_steps
+    loader = StepLoader(
+        data.train, partial(collate_sft, pad_id=encoder.pad_id), micro_batch_size=args.per_device_train_batch_size,
+        micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size, seed=args.output.seed,
+    )  # fmt: skip
+    total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
+
+    # model and engine
+    model = load_causal_lm(args.model.path, tokenizer, notice=run.print, dropout=args.model.dropout)
+    adapt(model, **args.model.adaptation(), only_optimize_lora=args.only_optimize_lora, seed=args.output.seed, notice=run.print)
+    module = CausalLM(model, vocabulary_limit=vocabulary_size(tokenizer))
+    engine = create_engine(
+        module,
+        OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps),
+        run, deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
+        micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,
+    )  # fmt: skip
+
+    # loop
+    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
+                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
+    diverged = None
+    try:
+        train(args, run, engine, loader, partial(evaluate, engine, data, encoder.pad_id, args, run), log, total_steps)
+    except TrainingDiverged as stop:  # the last good weights are saved all the same
+        diverged = stop
+
+    # export
+    if args.output.output_dir:
+        state = engine.full_state_dict()
+
+        def write(folder: Path) -> None:
+            adapter_base = args.model.path if args.output.save_adapter else None
+            save_trained(folder, module, state, tokenizer, encoder.chat_template, adapter_base)
+            save_arguments(folder, {"step": "sft", **args.to_dict(), "data_report": data.report})
+
+        if run.is_main:
+            write_output(Path(args.output.output_dir), write)
+        run.barrier()
+        run.print(f"saved the fine-tuned model in {args.output.output_dir}")
+    log.close()
+    if diverged:
+        raise UserError(str(diverged))
+
+
+def train(args: Step1Arguments, run: Run, engine: Engine, loader: StepLoader, evaluation: Callable[[], dict],
+          log: MetricsLog, total: int) -> None:  # fmt: skip
+    """The loop."""
+    skipped, step = SkippedSteps(args.schedule.max_skipped_steps), 0
+    log.log(0, evaluation())
+    bar = run.progress(total, "SFT")
+    for epoch in range(args.schedule.num_train_epochs):
+        for batches in loader.epoch(epoch):
+            if step == total:
+                break
+            step += 1
+            batches = [to_device(batch, run.device) for batch in batches]
+            tokens = float(run.sum(sum(batch["response_mask"].sum() for batch in batches)))
+            with engine.training_mode():
+                outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine), tokens)
+            due = step in (total, loader.steps_per_epoch * (epoch + 1)) or (args.eval_interval and step % args.eval_interval == 0)
+            log.log(step, {"epoch": epoch, "tokens": tokens} | outcome.metrics() | (evaluation() if due else {}))
+            bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
+            bar.update(1)
+            skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+    bar.close()
+
+
+def batch_loss(engine: Engine, batch: dict) -> Tensor:
+    """Summed cross-entropy (nats) of the trained tokens of one micro-batch."""
+    mask = batch["response_mask"][:, 1:]
+    scores = engine(batch["input_ids"], batch["attention_mask"], mask)
+    return sft_loss_sum(scores.log_probs, mask)
+
+
+def evaluate(engine: Engine, data: PromptData, pad_id: int, args: Step1Arguments, run: Run) -> dict[str, float]:
+    """Perplexity over the trained tokens of the whole evaluation part, all ranks together; {} when there is none."""
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    with engine.evaluation_mode(), torch.no_grad():
+        for batch in evaluation_batches(data.eval, partial(collate_sft, pad_id=pad_id), rank=run.rank,
+                                        batch_size=args.per_device_eval_batch_size, world_size=run.world_size):  # fmt: skip
+            batch = to_device(batch, run.device)
+            sums += torch.stack([batch_loss(engine, batch), batch["response_mask"][:, 1:].sum()])
+    loss, tokens = run.sum(sums).tolist()
+    if not tokens:
+        return {}
+    run.print(f"perplexity {perplexity(loss, tokens):.4f} over {int(tokens)} tokens of {len(data.eval)} evaluation records")
+    return {"eval_perplexity": perplexity(loss, tokens), "eval_loss": loss / tokens, "eval_tokens": tokens}
+
+
+if __name__ == "__main__":
+    raise SystemExit(command(main)())

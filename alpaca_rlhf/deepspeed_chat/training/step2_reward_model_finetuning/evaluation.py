@@ -1,0 +1,70 @@
+"""How good a reward model is on pairs it never saw: figures with their counts (R-09), and a few scored samples."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpaca_rlhf.algorithms.metrics import pearson
+from alpaca_rlhf.algorithms.rewards import RewardStats
+from alpaca_rlhf.engines.base import Engine
+from alpaca_rlhf.engines.stepping import to_device
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Scores and lengths of N pairs, all ranks together, in an order that does not matter."""
+
+    chosen: Tensor  # (N,) float64
+    rejected: Tensor  # (N,)
+    chosen_length: Tensor  # (N,) tokens of prompt and answer
+    rejected_length: Tensor  # (N,)
+
+    def metrics(self) -> dict[str, float]:
+        """Accuracy (a tie is not correct), count, ties, mean and std per side, gap, and score against length."""
+        count = len(self.chosen)
+        if not count:
+            return {}
+        scores, lengths = torch.cat([self.chosen, self.rejected]), torch.cat([self.chosen_length, self.rejected_length])
+        return {
+            "eval_accuracy": float((self.chosen > self.rejected).double().mean()),
+            "eval_count": float(count),
+            "eval_ties": float((self.chosen == self.rejected).sum()),
+            "eval_chosen_mean": float(self.chosen.mean()),
+            "eval_chosen_std": float(self.chosen.std(correction=0)),
+            "eval_rejected_mean": float(self.rejected.mean()),
+            "eval_rejected_std": float(self.rejected.std(correction=0)),
+            "eval_gap": float((self.chosen - self.rejected).mean()),
+            "eval_length_correlation": pearson(scores, lengths),
+        }
+
+    def chosen_stats(self) -> RewardStats:
+        """Mean, std (of the population) and count of the chosen answers' scores."""
+        return RewardStats(float(self.chosen.mean()), float(self.chosen.std(correction=0)), len(self.chosen))
+
+
+@torch.no_grad()
+def score_pairs(engine: Engine, batches: Iterable[dict], run: Any) -> PairScores:
+    """Score every pair once, in evaluation mode; ``batches`` are this rank's share (M-04)."""
+    rows: list[list[float]] = []
+    with engine.evaluation_mode():
+        for batch in batches:
+            batch = to_device(batch, run.device)
+            chosen, rejected = engine(batch["input_ids"], batch["attention_mask"]).scores.double().chunk(2)
+            lengths = batch["attention_mask"].sum(1).double().chunk(2)
+            real = batch["row_mask"].bool()
+            rows += torch.stack([chosen, rejected, *lengths], 1)[real].tolist()
+    table = torch.tensor([row for part in run.gather(rows) for row in part], dtype=torch.float64).reshape(-1, 4)
+    return PairScores(*table.unbind(1))
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """The evaluation in one line."""
+    return (
+        f"accuracy {metrics['eval_accuracy']:.4f} over {metrics['eval_count']:.0f} pairs "
+        f"({metrics['eval_ties']:.0f} ties), chosen {metrics['eval_chosen_mean']:.3f} ± {metrics['eval_chosen_std']:.3f}, "
+        f"rejected {metrics['eval_rejected_mean']:.3f} ± {metrics['eval_rejected_std']:.3f}, "
+        f"gap {metrics['eval_gap']:.3f}, score-length correlation {metrics['eval_length_correlation']:.2f}"
+    )

@@ -1,0 +1,164 @@
+"""Step 2: the reward model. From pairs of answers it learns a score that is higher for the one people chose.
+
+    python alpaca_rlhf/deepspeed_chat/training/step2_reward_model_finetuning/main.py \\
+        --data_path data/preferences --model_name_or_path output/actor --output_dir output/critic
+    sh run.sh --num_gpus 2 alpaca_rlhf/deepspeed_chat/training/step2_reward_model_finetuning/main.py … --deepspeed
+
+The loss compares the scores at the two ends by default (``--pair_loss per_token``: all positions from the first
+difference on, as in the seed). The statistics of the chosen answers' scores are saved for step 3.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from alpaca_rlhf.algorithms.metrics import Averages
+from alpaca_rlhf.arguments.deepspeed_chat import parse_step2
+from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.arguments.schema import Step2Arguments
+from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.evaluation import (
+    PairScores,
+    describe,
+    score_pairs,
+)
+from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
+from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
+from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
+from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
+from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import write_reward_stats
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
+from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
+from alpaca_rlhf.engines.base import Engine, OptimizerSettings
+from alpaca_rlhf.engines.create import create_engine
+from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
+from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.run import Run, command, start_run
+from alpaca_rlhf.runtime.tracking import MetricsLog
+
+CURVES = {"eval_acc": ["eval_accuracy"], "train_loss": ["loss"], "train_reward": ["chosen_score", "rejected_score"],
+          "train_reward_diff": ["gap"]}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the pairs, train, evaluate before and after, measure the score statistics, save."""
+    args = parse_step2(argv)
+    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    prepare_output_dir(args.output.output_dir)
+    check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
+                lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
+
+    # text → ids → batches
+    tokenizer = load_tokenizer(args.model.path, notice=run.print)
+    encoder = TextEncoder(tokenizer, args.data.template)
+    data = create_prompt_dataset(
+        paths=args.data.paths, step=2, split=args.data.split, seed=args.data.seed, encoder=encoder,
+        cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, probs=args.data.probs,
+        max_samples=args.data.max_samples, workers=args.data.workers,
+    )  # fmt: skip
+    run.print("\n".join(data.lines))
+    collate, accumulation = partial(collate_pairs, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
+    loader = StepLoader(
+        data.train, collate, micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,
+        rank=run.rank, world_size=run.world_size, seed=args.output.seed,
+    )  # fmt: skip
+    total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
+
+    # model and engine
+    model = RewardModel.from_causal_lm(
+        args.model.path, tokenizer, seed=args.output.seed, notice=run.print, dropout=args.model.dropout
+    )
+    adapt(model.model, **args.model.adaptation(), only_optimize_lora=args.only_optimize_lora, seed=args.output.seed,
+          notice=run.print, keep_trainable=model.head_parameters())  # fmt: skip
+    engine = create_engine(
+        model, OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps), run,
+        deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
+        micro_batch_size=2 * args.per_device_train_batch_size, micro_batches_per_step=accumulation,
+    )  # fmt: skip
+
+    # loop
+    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
+                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
+
+    def scores(dataset) -> PairScores:
+        return score_pairs(engine, evaluation_batches(dataset, collate, batch_size=args.per_device_eval_batch_size,
+                                                      rank=run.rank, world_size=run.world_size), run)  # fmt: skip
+
+    diverged = None
+    try:
+        train(args, run, engine, loader, lambda: evaluate(scores(data.eval), run), log, total_steps)
+    except TrainingDiverged as stop:  # the last good weights are saved all the same
+        diverged = stop
+
+    # export, with the distribution of the chosen answers' scores
+    if args.output.output_dir:
+        measured, population = (data.eval, "evaluation") if len(data.eval) else (data.train, "training")
+        stats, population = scores(measured).chosen_stats(), f"chosen answers of the {population} part"
+        run.print(f"score of the {population}: mean {stats.mean:.6f}, std {stats.std:.6f}, count {stats.count}")
+        state = engine.full_state_dict()
+
+        def write(folder: Path) -> None:
+            adapter_base = args.model.path if args.output.save_adapter else None
+            save_trained(folder, model, state, tokenizer, encoder.chat_template, adapter_base)
+            write_reward_stats(folder, stats, population)
+            save_arguments(folder, {"step": "reward_model", **args.to_dict(), "data_report": data.report})
+
+        if run.is_main:
+            write_output(Path(args.output.output_dir), write)
+        run.barrier()
+        run.print(f"saved the reward model in {args.output.output_dir}")
+    log.close()
+    if diverged:
+        raise UserError(str(diverged))
+
+
+def train(args: Step2Arguments, run: Run, engine: Engine, loader: StepLoader, evaluation: Callable[[], dict],
+          log: MetricsLog, total: int) -> None:  # fmt: skip
+    """The loop."""
+    skipped, step = SkippedSteps(args.schedule.max_skipped_steps), 0
+    log.log(0, evaluation())
+    bar = run.progress(total, "reward model")
+    for epoch in range(args.schedule.num_train_epochs):
+        for batches in loader.epoch(epoch):
+            if step == total:
+                break
+            step += 1
+            batches = [to_device(batch, run.device) for batch in batches]
+            pairs = float(run.sum(sum(batch["row_mask"].sum() for batch in batches)))
+            averages = Averages()
+            with engine.training_mode():
+                outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine, args.pair_loss, averages), pairs)
+            due = step in (total, loader.steps_per_epoch * (epoch + 1)) or (args.eval_interval and step % args.eval_interval == 0)
+            averages.reduce(run.sum)
+            log.log(step, {"epoch": epoch, "pairs": pairs} | averages.result() | outcome.metrics() | (evaluation() if due else {}))
+            bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
+            bar.update(1)
+            skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+    bar.close()
+
+
+def batch_loss(engine: Engine, pair_loss: str, averages: Averages, batch: dict) -> Tensor:
+    """Summed loss of one micro-batch's pairs; notes the scores of both sides on the way."""
+    output = engine(batch["input_ids"], batch["attention_mask"], batch["divergence"], batch["margin"], batch["row_mask"], pair_loss)
+    rows = batch["row_mask"]
+    chosen, rejected, count = (output.chosen_scores * rows).sum(), (output.rejected_scores * rows).sum(), rows.sum()
+    correct = ((output.chosen_scores > output.rejected_scores) * rows).sum()
+    for name, total in {"chosen_score": chosen, "rejected_score": rejected, "gap": chosen - rejected, "accuracy": correct}.items():
+        averages.add(name, float(total), float(count))
+    return output.loss_sum
+
+
+def evaluate(scores: PairScores, run: Run) -> dict[str, float]:
+    """The figures of the whole evaluation part, printed in one line; {} when there is none."""
+    metrics = scores.metrics()
+    if metrics:
+        run.print(describe(metrics))
+    return metrics
+
+
+if __name__ == "__main__":
+    raise SystemExit(command(main)())

@@ -1,0 +1,143 @@
+"""Step 3: PPO. The fine-tuned model learns to give answers that the reward model scores higher, near where it started.
+
+    python alpaca_rlhf/deepspeed_chat/training/step3_rlhf_finetuning/main.py --data_path data/preferences \\
+        --actor_model_name_or_path output/actor --critic_model_name_or_path output/critic --output_dir output/final
+    sh run.sh --num_gpus 2 alpaca_rlhf/deepspeed_chat/training/step3_rlhf_finetuning/main.py … --deepspeed
+
+Writes OUTPUT/actor (a plain causal model), OUTPUT/critic and, if asked, OUTPUT/actor_ema. The order of the algorithm is
+in ppo_trainer.py, the formulas are in algorithms/.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alpaca_rlhf.algorithms.experience import Experience
+from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
+from alpaca_rlhf.arguments.deepspeed_chat import parse_step3
+from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.arguments.schema import Step3Arguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
+from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
+from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
+from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
+from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model, check_same_tokenizer
+from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
+from alpaca_rlhf.engines.stepping import TrainingDiverged
+from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.run import Run, command, start_run
+from alpaca_rlhf.runtime.tracking import MetricsLog
+
+CURVES = {"train_actor_loss": ["actor_loss"], "train_cri_loss": ["critic_loss"], "train_average_reward": ["normalized_score"],
+          "kl": ["kl"], "length": ["length"], "entropy": ["entropy"]}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prompts in, two trained models out."""
+    args = parse_step3(argv)
+    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    prepare_output_dir(args.output.output_dir)
+    reward_stats = check_inputs(args)
+
+    # text → ids → batches of prompts
+    tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
+    check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
+    encoder = TextEncoder(tokenizer, args.data.template)
+    data = create_prompt_dataset(
+        paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
+        cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
+        max_samples=args.data.max_samples, workers=args.data.workers,
+    )  # fmt: skip
+    run.print("\n".join(data.lines))
+    prompts = StepLoader(
+        data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
+        micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
+        seed=args.output.seed,
+    )  # fmt: skip
+    rollouts, optimizer_steps = plan(args, len(data.train), run.world_size)
+    run.print(f"plan: {rollouts} rollouts of {args.rollout_size(run.world_size)} prompts, {optimizer_steps} optimizer steps")
+
+    # four roles
+    roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps,
+                       reward_stats=reward_stats if isinstance(reward_stats, RewardStats) else None)  # fmt: skip
+    trainer = DeepSpeedPPOTrainer(
+        roles, run, args.ppo, seed=args.output.seed, reward_stats=reward_stats,
+        minibatches=partial(minibatches, args, run), texts=None, unsup_coef=args.unsup_coef,
+    )  # fmt: skip
+
+    # loop
+    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
+                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
+    bar, round_index, diverged = run.progress(rollouts, "PPO"), 0, None
+    for epoch in range(args.schedule.num_train_epochs):
+        for batches in prompts.epoch(epoch):
+            if round_index == rollouts or diverged:
+                break
+            experience, figures = trainer.generate_experience(batches, round_index)
+            try:
+                figures |= trainer.train_rlhf(experience, round_index)
+            except TrainingDiverged as stop:
+                diverged = stop  # the last good weights are saved all the same
+            round_index += 1
+            log.log(trainer.optimizer_steps, {"epoch": epoch, "rollout": round_index} | figures)
+            if args.output.print_answers_interval and round_index % args.output.print_answers_interval == 0:
+                print_answers(run, encoder, experience)
+            bar.set_postfix({"score": f"{figures['normalized_score']:.2f}", "kl": f"{figures['kl']:.2f}"})
+            bar.update(1)
+    bar.close()
+
+    # export
+    if args.output.output_dir:
+        export(args, run, roles, tokenizer, encoder.chat_template, data.report)
+        run.print(f"saved actor and critic in {args.output.output_dir}")
+    log.close()
+    if diverged:
+        raise UserError(str(diverged))
+
+
+def check_inputs(args: Step3Arguments) -> RewardStats | RunningRewardStats | None:
+    """Refuse what cannot work before a model loads; returns what scores are normalised by."""
+    needed = args.rollout.max_prompt_len + args.rollout.max_answer_len
+    for model, kind in ((args.actor, "causal_lm"), (args.critic, "reward_model")):
+        parts = f"{args.rollout.max_prompt_len} prompt + {args.rollout.max_answer_len} answer tokens"
+        check_model(model.path, kind, needed_positions=needed, parts=parts,
+                    lora_module_names=model.lora_module_names if model.lora_dim else None)  # fmt: skip
+    if args.ppo.reward_normalization == "saved":
+        return read_reward_stats(args.critic.path)
+    return RunningRewardStats() if args.ppo.reward_normalization == "running" else None
+
+
+def print_answers(run: Run, encoder: TextEncoder, experience: Experience, count: int = 2) -> None:
+    """A few answers of the rollout just made, with their scores."""
+    for row in range(min(count, len(experience))):
+        prompt = experience.sequences[row, : experience.prompt_length]
+        prompt = prompt[experience.attention_mask[row, : experience.prompt_length].bool()].tolist()
+        answer = experience.responses[row][experience.response_mask[row].bool()].tolist()
+        run.print(f"--- score {float(experience.scores[row]):.3f}\n{encoder.decode(prompt)}\n>>> {encoder.decode(answer)}")
+
+
+def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, chat_template: str, data_report: dict) -> None:
+    """OUTPUT/actor, OUTPUT/critic and OUTPUT/actor_ema, each complete and readable alone."""
+    actor, critic = roles.actor, roles.critic
+    policy, value = actor.engine.full_state_dict(), critic.engine.full_state_dict()
+    outputs = {"actor": (actor.module, policy, args.actor), "critic": (critic.module, value, args.critic)}
+    if roles.ema is not None:
+        outputs["actor_ema"] = (actor.module, roles.ema.state_dict(policy), args.actor)
+    for name, (module, state, settings) in outputs.items() if run.is_main else ():
+        adapter_base = settings.path if args.output.save_adapter and settings.lora_dim else None
+
+        def write(folder: Path, name=name, module=module, state=state, adapter_base=adapter_base) -> None:
+            save_trained(folder, module, state, tokenizer, chat_template, adapter_base)
+            save_arguments(folder, {"step": f"ppo_{name}", **args.to_dict(), "data_report": data_report})
+
+        write_output(Path(args.output.output_dir) / name, write)
+    run.barrier()
+
+
+if __name__ == "__main__":
+    raise SystemExit(command(main)())

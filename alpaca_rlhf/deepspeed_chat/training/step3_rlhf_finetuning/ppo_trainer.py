@@ -1,0 +1,197 @@
+"""The order of the algorithm: from prompts to experience, from experience to two optimizer steps.
+
+Every rank samples and scores its own prompts; then all ranks hold the whole rollout, so statistics, advantages and the
+composition of the minibatches are the same on each and do not depend on how many there are.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpaca_rlhf.algorithms.advantages import gae
+from alpaca_rlhf.algorithms.experience import Experience
+from alpaca_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from alpaca_rlhf.algorithms.masking import first_eos_mask, masked_sum, whiten
+from alpaca_rlhf.algorithms.metrics import Averages, distinct_n, ended_rows, explained_variance
+from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats, shape_rewards
+from alpaca_rlhf.arguments.schema import PPOArguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Sequences
+from alpaca_rlhf.engines.stepping import SkippedSteps, to_device
+from alpaca_rlhf.rollout.base import row_uniforms
+
+
+class DeepSpeedPPOTrainer:
+    """PPO (arXiv 1707.06347) as InstructGPT uses it (arXiv 2203.02155): a score at the end, a KL penalty per token."""
+
+    def __init__(
+        self,
+        roles: RLHFEngine,
+        run: Any,
+        settings: PPOArguments,
+        *,
+        seed: int,
+        reward_stats: RewardStats | RunningRewardStats | None,
+        minibatches: Callable[[Experience, int], Iterator[list[Experience]]],
+        texts: Iterator[list[dict]] | None = None,
+        unsup_coef: float = 0.0,
+    ) -> None:
+        """``minibatches(experience, epoch)`` cuts a rollout into this rank's share of each optimizer step; ``texts``
+        yields the micro-batches of plain text that an optimizer step adds, weighted by ``unsup_coef``."""
+        self.roles, self.run, self.settings, self.seed = roles, run, settings, seed
+        self.reward_stats, self.minibatches, self.texts, self.unsup_coef = reward_stats, minibatches, texts, unsup_coef
+        if settings.kl_target is None:
+            self.kl_controller = FixedKLController(settings.kl_coef)
+        else:
+            self.kl_controller = AdaptiveKLController(settings.kl_coef, settings.kl_target, settings.kl_horizon)
+        self.skipped = SkippedSteps(settings.max_skipped_steps)
+        self.optimizer_steps = 0
+
+    def generate_experience(self, batches: Sequence[dict], round_index: int) -> tuple[Experience, dict[str, float]]:
+        """The whole rollout of all ranks, and its figures.
+
+        1 sample, 2 cut at EOS, 3 score by the four roles, 4 normalise and clip the scores, 5 shape the rewards with
+        the KL penalty, 6 advantages.
+        """
+        settings, averages, started = self.settings, Averages(), time.perf_counter()
+        sampled = [self._generate_sequence(batch, round_index) for batch in batches]  # 1, 2
+        generated = time.perf_counter()
+        local = self._score(sampled, batches, averages)  # 3
+        rollout = Experience.concat(self.run.gather(local), pad_id=self.roles.pad_id)
+        rollout = rollout.select(rollout.row_mask.nonzero()[:, 0])  # without the rows that only evened out the ranks
+
+        normalized = self._normalize(rollout.scores)  # 4
+        clipped = normalized.clamp(-settings.clip_reward, settings.clip_reward)
+        ended = ended_rows(rollout.responses, rollout.response_mask, self.roles.eos_ids)
+        if settings.missing_eos_penalty is not None:
+            clipped = clipped - settings.missing_eos_penalty * (~ended).to(clipped.dtype)
+        kl = kl_estimate(rollout.old_log_probs, rollout.ref_log_probs, settings.kl_estimator)  # 5
+        rewards = shape_rewards(clipped, kl, rollout.response_mask, self.kl_controller.kl_coef)
+        advantages, returns = gae(rewards, rollout.values, rollout.response_mask, settings.gamma, settings.lam)  # 6
+        if settings.whiten_advantages:
+            advantages = whiten(advantages, rollout.response_mask)
+        rollout = replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
+
+        averages.reduce(self.run.sum)
+        figures = averages.result() | self._figures(rollout, normalized, ended, kl)
+        figures |= {"seconds_generate": generated - started, "seconds_score": time.perf_counter() - generated}
+        self.kl_controller.update(figures["kl"], len(rollout))
+        return rollout, figures
+
+    def _generate_sequence(self, batch: dict, round_index: int) -> Sequences:
+        """Answers to one batch of prompts, with everything after the first EOS masked."""
+        settings = self.roles.actor.rollout.settings
+        uniforms = row_uniforms(self.seed, round_index, batch["row_ids"], settings.max_new_tokens)
+        batch = to_device(batch, self.run.device)
+        responses = self.roles.actor.sample(batch["prompt_ids"], batch["prompt_mask"], uniforms.to(self.run.device))
+        response_mask = first_eos_mask(responses, settings.eos_ids)
+        ids = torch.cat([batch["prompt_ids"], responses], 1)
+        mask = torch.cat([batch["prompt_mask"], response_mask.to(batch["prompt_mask"].dtype)], 1)
+        return Sequences(ids, mask, response_mask, batch["prompt_ids"].shape[1])
+
+    def _score(self, sampled: Sequence[Sequences], batches: Sequence[dict], averages: Averages) -> Experience:
+        """This rank's records, on the CPU; rewards and advantages are filled in when the ranks have met."""
+        roles, records = self.roles, []
+        for sequences, batch in zip(sampled, batches, strict=True):
+            log_probs, entropy = roles.actor.score(sequences)
+            row_mask = batch["row_mask"].to(self.run.device)
+            counted = sequences.response_mask * row_mask[:, None]
+            averages.add("entropy", masked_sum(entropy, counted), counted.sum())
+            responses = sequences.ids[:, sequences.prompt_length :]
+            ended = ended_rows(responses, sequences.response_mask, roles.eos_ids)
+            unknown = torch.zeros_like(log_probs)
+            record = Experience(
+                sequences=sequences.ids, attention_mask=sequences.attention_mask,
+                prompt_length=sequences.prompt_length, response_mask=sequences.response_mask,
+                old_log_probs=log_probs, ref_log_probs=roles.reference.score(sequences),
+                values=roles.critic.score(sequences), scores=roles.reward.score(sequences, ended),
+                rewards=unknown, advantages=unknown, returns=unknown, row_mask=row_mask,
+            )  # fmt: skip
+            records.append(record.to("cpu"))
+        return Experience.concat(records, pad_id=roles.pad_id)
+
+    def _normalize(self, scores: Tensor) -> Tensor:
+        """Scores (B,) on the scale of the chosen answers' (saved), of this run's (running), or as they are (off)."""
+        if isinstance(self.reward_stats, RunningRewardStats):
+            wide = scores.double()
+            self.reward_stats.update(len(wide), float(wide.sum()), float((wide * wide).sum()))
+            return self.reward_stats.stats.normalize(scores)
+        return scores if self.reward_stats is None else self.reward_stats.normalize(scores)
+
+    def _figures(self, rollout: Experience, normalized: Tensor, ended: Tensor, kl: Tensor) -> dict[str, float]:
+        """What the log says of one rollout; rows are answers, tokens their actions, EOS included."""
+        mask, lengths = rollout.response_mask, rollout.response_mask.sum(1).double()
+        answers = [ids[:length] for ids, length in zip(rollout.responses.tolist(), lengths.int().tolist(), strict=True)]
+        k3 = kl_estimate(rollout.old_log_probs, rollout.ref_log_probs, "k3")
+        return {
+            "score": float(rollout.scores.double().mean()),
+            "score_std": float(rollout.scores.double().std(correction=0)),
+            "normalized_score": float(normalized.double().mean()),
+            "clipped_score_share": float((normalized.abs() > self.settings.clip_reward).double().mean()),
+            "reward": float(masked_sum(rollout.rewards, mask)) / len(rollout),
+            "kl": float(masked_sum(kl, mask)) / len(rollout),
+            "kl_k3": float(masked_sum(k3, mask)) / len(rollout),
+            "kl_coef": self.kl_controller.kl_coef,
+            "length": float(lengths.mean()),
+            "ended_share": float(ended.double().mean()),
+            "empty_share": float((ended & (lengths == 1)).double().mean()),
+            "distinct_2": distinct_n(answers, 2),
+            "explained_variance": explained_variance(rollout.values, rollout.returns, mask),
+            "answers": float(len(rollout)),
+            "answer_tokens": float(lengths.sum()),
+        }
+
+    def train_rlhf(self, experience: Experience, round_index: int) -> dict[str, float]:
+        """All PPO epochs over one rollout; returns averages over its optimizer steps.
+
+        Epochs outside, minibatches inside, reshuffled each epoch; old log-probs and values stay those of the rollout
+        (P-16).
+
+        Raises:
+            TrainingDiverged: too many skipped steps in a row.
+        """
+        started, averages, first = time.perf_counter(), Averages(), {}
+        for epoch in range(self.settings.epochs):
+            for micro_batches in self.minibatches(experience, round_index * self.settings.epochs + epoch):
+                step = Averages()
+                self._update(micro_batches, step)
+                step.reduce(self.run.sum)
+                figures = step.result()
+                first = first or {"first_ratio_deviation": figures["ratio_deviation"]}
+                for name, value in figures.items():
+                    averages.add(name, value, 1.0)
+        return averages.result() | first | {"seconds_train": time.perf_counter() - started}
+
+    def _update(self, micro_batches: Sequence[Experience], averages: Averages) -> None:
+        """One optimizer step of actor and critic, by both or by neither: all ranks must find all of it finite."""
+        actor, critic = self.roles.actor, self.roles.critic
+        tokens = float(self.run.sum(torch.stack([rows.response_mask.sum() for rows in micro_batches]).sum()))
+        texts = [] if self.texts is None else next(self.texts)
+        with actor.engine.training_mode(), critic.engine.training_mode():
+            for index, rows in enumerate(micro_batches):
+                rows = rows.to(self.run.device)
+                last = index == len(micro_batches) - 1
+                actor.accumulate(rows, tokens=tokens, last=last and not texts, averages=averages)
+                critic.accumulate(rows, tokens=tokens, last=last, averages=averages)
+            if texts:
+                self._accumulate_texts(texts, averages)
+        good = self.run.all_true(actor.finite() and critic.finite())
+        self.optimizer_steps += 1
+        for name, report in (("actor", actor.finish(good)), ("critic", critic.finish(good))):
+            if not report.skipped:
+                averages.add(f"{name}_grad_norm", report.grad_norm / self.run.world_size, 1.0 / self.run.world_size)
+            averages.add(f"{name}_skipped", float(report.skipped), 1.0)
+        self.roles.step_taken(good)
+        what = "a reward, a loss or a gradient was not finite"
+        self.skipped.note(not good and self.run.dtype != torch.float16, self.optimizer_steps, what)
+
+    def _accumulate_texts(self, texts: Sequence[dict], averages: Averages) -> None:
+        count = float(self.run.sum(sum(batch["response_mask"][:, 1:].sum() for batch in texts)))
+        for index, batch in enumerate(texts):
+            last = index == len(texts) - 1
+            batch = to_device(batch, self.run.device)
+            self.roles.actor.accumulate_text(batch, weight=self.unsup_coef / count, last=last, averages=averages)
