@@ -20,8 +20,9 @@ UNK_ID, BOS_ID, EOS_ID, PAD_ID = range(4)
 def demo_text() -> list[str]:
     """Every text that the demo trains on, prompts and answers, in the order of the files."""
     texts: list[str] = []
+    files = make_files()
     for name in ("training_data.txt.train", "preferences/train.jsonl"):
-        for row in map(json.loads, make_files()[name].decode().splitlines()):
+        for row in map(json.loads, files[name].decode().splitlines()):
             texts += [text.strip() for text in row.values()]
     return texts
 
@@ -29,16 +30,17 @@ def demo_text() -> list[str]:
 def train_tokenizer(directory: Path) -> None:
     """Train the tokenizer and write ``tokenizer.model`` plus transformers' own files into ``directory``.
 
-    Bytes stand in for unknown characters and a newline is one piece, so that decoding gives any text back; a digit is one piece.
+    Bytes stand in for unknown characters, the newline among them, so that decoding gives any text back; a digit is one
+    piece. (A newline must be no user-defined symbol: transformers takes those for special tokens and hides them.)
     """
     import sentencepiece
     from transformers import LlamaTokenizer
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(demo_text()), model_writer=model, model_type="bpe", vocab_size=VOCABULARY,
+        sentence_iterator=(line for text in demo_text() for line in text.split("\n")), model_writer=model, model_type="bpe", vocab_size=VOCABULARY,
         unk_id=UNK_ID, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=PAD_ID, byte_fallback=True, character_coverage=1.0,
-        split_digits=True, user_defined_symbols=["\n"], normalization_rule_name="identity",
+        split_digits=True, normalization_rule_name="identity",
         remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
     )  # fmt: skip
     (directory / "tokenizer.model").write_bytes(model.getvalue())

@@ -1,5 +1,6 @@
 """One optimizer step, the same for every step program: sums in, one normaliser, skip what is not finite."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,17 @@ class StepOutcome:
 
     report: StepReport
     loss: float
-    finite: bool  # False: the loss itself was not finite (an overflow of fp16 gradients alone is no failure)
+    failed: bool  # the loss, or a gradient, was not finite (under fp16 a gradient may overflow: the scale goes down)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures a step logs, the learning rate of each parameter group among them (L-03)."""
+        rates = {f"learning_rate/{name}": rate for name, rate in self.report.learning_rates.items()}
+        return {"loss": self.loss, "grad_norm": self.report.grad_norm, "skipped": float(self.report.skipped), **rates}
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    """The batch with its tensors on ``device``."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def optimizer_step(
@@ -56,6 +67,7 @@ def optimizer_step(
         total += loss.detach()
         engine.accumulate(loss / count, last=index == len(batches) - 1)
     mean = float(run.sum(total)) / count
-    finite = bool(torch.isfinite(torch.tensor(mean)))
+    finite = math.isfinite(mean)
     good = run.all_true(finite and engine.gradients_finite())
-    return StepOutcome(engine.step() if good else engine.discard(), mean, finite)
+    failed = not finite or (not good and run.dtype != torch.float16)
+    return StepOutcome(engine.step() if good else engine.discard(), mean, failed)
