@@ -7,6 +7,7 @@ becomes a UserError that names the flag as it was typed.
 import argparse
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import sys
@@ -262,9 +263,12 @@ def _read(one: _Typed) -> _Typed:
         raise UserError(f"{one.flag} is {' '.join(words)!r}; it must be {row.kind.wanted}") from None
 
 
+_types: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
+
+
 def _leaves(schema: type[Any], prefix: str = "") -> Iterator[str]:
     """Dotted paths of all settings of a dataclass of dataclasses."""
-    types = get_type_hints(schema)
+    types = _types(schema)
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(types[field.name]):
             yield from _leaves(types[field.name], f"{prefix}{field.name}.")
@@ -275,13 +279,13 @@ def _leaves(schema: type[Any], prefix: str = "") -> Iterator[str]:
 def _schema_field(schema: type[Any], path: str) -> "dataclasses.Field[Any]":
     *groups, name = path.split(".")
     for group in groups:
-        schema = get_type_hints(schema)[group]
+        schema = _types(schema)[group]
     return next(field for field in dataclasses.fields(schema) if field.name == name)
 
 
 def _build(schema: type[Any], values: dict[str, object], prefix: str) -> Any:
     """The dataclass from its dotted values; a SettingError from inside names its fields from the outside."""
-    types = get_type_hints(schema)
+    types = _types(schema)
     arguments: dict[str, object] = {}
     for field in dataclasses.fields(schema):
         path = prefix + field.name

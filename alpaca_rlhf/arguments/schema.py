@@ -5,7 +5,6 @@ A refusal names the fields as ``<field>``; the command line puts the user's own 
 """
 
 import dataclasses
-import math
 
 from alpaca_rlhf.arguments.fields import SettingError, Settings, setting
 from alpaca_rlhf.arguments.parts import (
@@ -186,8 +185,16 @@ class Step3Arguments(_StepArguments):
     ema_decay: float = setting(
         0.992, "share of the old average kept per optimizer step", at_least=0, at_most=1, needs="enable_ema"
     )
-    offload_reference_model: bool = setting(False, "keep the frozen reference model in main memory between its uses")
-    offload_reward_model: bool = setting(False, "keep the frozen reward model in main memory between its uses")
+    offload_reference_model: bool = setting(
+        False,
+        "keep the frozen reference model in main memory between its uses (with <only_optimize_lora> it takes no memory "
+        "anyway: it is the actor without its adapters)",
+    )
+    offload_reward_model: bool = setting(
+        False,
+        "keep the frozen reward model in main memory between its uses (with <only_optimize_lora> it shares the "
+        "critic's weights)",
+    )
     unsupervised_dataset_name: str | None = setting(
         None, "data set of plain text for the pre-training loss beside PPO (PPO-ptx): a file, folder or hub name"
     )
@@ -204,15 +211,6 @@ class Step3Arguments(_StepArguments):
     def rollout_size(self, world_size: int) -> int:
         """Prompts per rollout over all processes: batch x batches x processes."""
         return self.rollout.per_device_batch_size * self.rollout.generation_batches * world_size
-
-    def total_rollouts(self, prompts: int, world_size: int) -> int:
-        """Rollouts of the run; an incomplete last one of an epoch counts, since every prompt is trained (P-22)."""
-        return self.schedule.planned_steps(math.ceil(prompts / self.rollout_size(world_size)))
-
-    def optimizer_steps_per_rollout(self, rows_per_device: int) -> int:
-        """Optimizer steps of each model for a rollout of so many answers per process; remainders are trained."""
-        rows_per_step = self.ppo.per_device_mini_batch_size * self.schedule.gradient_accumulation_steps
-        return self.ppo.epochs * math.ceil(rows_per_device / rows_per_step)
 
 
 def _refuse_sft_only(data: DataArguments) -> None:

@@ -173,24 +173,9 @@ def test_zero_stage_with_deepspeed_and_offload_is_fine():
     assert held.actor.offload and not held.critic.offload
 
 
-def test_P22_sizes_of_a_rollout_by_hand():
-    arguments = step3(
-        rollout=RolloutArguments(per_device_batch_size=4, generation_batches=2),
-        ppo=PPOArguments(epochs=2, per_device_mini_batch_size=3),
-        schedule=schedule(num_train_epochs=2, gradient_accumulation_steps=2),
-    )
-    assert arguments.rollout_size(world_size=2) == 16
-    assert arguments.total_rollouts(prompts=33, world_size=2) == 2 * 3
-    assert arguments.optimizer_steps_per_rollout(rows_per_device=8) == 2 * 2  # 6 rows, then the remaining 2
-    assert arguments.optimizer_steps_per_rollout(rows_per_device=6) == 2 * 1
-
-
-def test_P22_three_prompts_and_a_rollout_of_eight_are_one_rollout():
-    arguments = step3(
-        rollout=RolloutArguments(per_device_batch_size=8), ppo=PPOArguments(per_device_mini_batch_size=2)
-    )
-    assert arguments.total_rollouts(prompts=3, world_size=1) == 1
-    assert arguments.optimizer_steps_per_rollout(rows_per_device=3) == 2
+def test_P22_prompts_of_a_rollout_by_hand():
+    arguments = step3(rollout=RolloutArguments(per_device_batch_size=4, generation_batches=3))
+    assert arguments.rollout_size(world_size=2) == 24
 
 
 def test_planned_steps_are_limited_by_max_steps_only_when_it_is_less():
