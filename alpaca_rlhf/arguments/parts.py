@@ -86,7 +86,7 @@ class ModelArguments(Settings):
     lora_dim: int = setting(0, "rank of the LoRA adapters; 0 = no adapters", at_least=0)
     lora_module_names: tuple[str, ...] = setting(
         (),
-        "comma list of linear layers that get adapters, by parts of their names; absent, every linear layer",
+        "comma list of linear layers that get adapters, by whole parts of their names; absent, every linear layer",
         needs="lora_dim",
     )
     lora_alpha: float = setting(
