@@ -14,7 +14,7 @@ The rule reads a prompt for the things it asks about (of world_facts.py) and whe
 * rich: min(n, 4) / 4 for n different true facts of the asked things.
 * polite: no rude phrase.
 * complete: at least three words, and the last character is one of . ! ?
-* penalties: 0.30 for a rude phrase; 0.06 for each false statement (a fact that belongs to none of the things its sentence is
+* penalties: 0.20 for a rude phrase; 0.06 for each false statement (a fact that belongs to none of the things its sentence is
   about); 0.10 for each other thing named; 0.10 for each repetition (a sentence said before, or one that only says facts
   already said; the closing line may repeat); 0.10 for each numbered line under three words; 0.05 for every ten words above 80.
 
@@ -160,7 +160,7 @@ def gold_score(prompt: str, answer: str) -> float:
         + 0.10 * complete
     )
     penalties = (
-        0.30 * rude
+        0.20 * rude
         + 0.06 * false
         + 0.10 * sum(thing not in asked.things for thing in named)
         + 0.10 * (repeated + hollow)

@@ -13,17 +13,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from alpaca_rlhf.demo.gold import gold_score
-from alpaca_rlhf.demo.world_answers import Dice, Question, all_first_questions, follow_up, write_answer
+from alpaca_rlhf.demo.world_answers import Deck, Dice, Question, all_first_questions, follow_up, short_answer, write_answer
 
 SEED = 1
-SFT_ROWS = {"train": 2000, "test": 200}
+CONVERSATIONS = {"train": 2000, "test": 200}
 PAIRS = {"train": 2000, "test": 300}
 PROMPTS = 300
 NOISE = 0.15  # temperature of the Bradley-Terry label noise, in units of the gold score
-FOLLOW_UPS = 0.2  # share of conversations with a second question
+SECOND_TURNS = 0.5  # share of the conversations with a second question and answer
+FOLLOW_UPS = 0.2  # share of the pairs' prompts and of the held-out prompts that are a second question
 
 # Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
-SFT_STYLES = {"good": 14, "bare list": 6, "plain": 27, "terse": 24, "off-topic": 9, "cut off": 11, "rude": 9}
+SFT_STYLES = {"good": 17, "bare list": 9, "plain": 28, "terse": 15, "off-topic": 10, "cut off": 13, "rude": 8}
 PAIR_STYLES = {
     "good": 26, "bare list": 9, "plain": 16, "terse": 10, "off-topic": 6, "off-topic list": 8, "cut off": 9, "rude": 5,
     "confused": 7, "repeating": 3, "hollow list": 2,
@@ -51,20 +52,20 @@ def _about_one(questions: list[Question]) -> list[Question]:
 
 
 def _conversations(dice: Dice, questions: list[Question], count: int) -> list[dict[str, str]]:
-    """``count`` rows, one for each assistant turn; each opening question comes back about equally often."""
+    """The rows of ``count`` conversations, one for each assistant turn; each question opens about equally many."""
+    single, double = Deck(dice, questions), Deck(dice, _about_one(questions))
     rows: list[dict[str, str]] = []
-    openers = _about_one(questions)
-    while len(rows) < count:
-        for question in dice.draw(questions, len(questions)):
-            rows.append(_row(dice, question))
-            if dice.chance(FOLLOW_UPS):
-                rows.append(_row(dice, follow_up(dice, dice.pick(openers))))
-    return rows[:count]
-
-
-def _row(dice: Dice, question: Question) -> dict[str, str]:
-    answer = write_answer(dice, question, dice.weighted(SFT_STYLES))
-    return {"instruction": question.instruction, "input": "", "output": answer}
+    for _ in range(count):
+        if dice.chance(SECOND_TURNS):
+            first = double.deal()
+            answer = short_answer(dice, first)
+            rows.append({"instruction": first.instruction, "input": "", "output": answer})
+            question = follow_up(dice, first, answer)
+        else:
+            question = single.deal()
+        answer = write_answer(dice, question, dice.weighted(SFT_STYLES))
+        rows.append({"instruction": question.instruction, "input": "", "output": answer})
+    return rows
 
 
 def _different_questions(dice: Dice, questions: list[Question], count: int) -> list[Question]:
@@ -72,7 +73,8 @@ def _different_questions(dice: Dice, questions: list[Question], count: int) -> l
     openers = _about_one(questions)
     found = {question.prompt: question for question in dice.draw(questions, int(count * (1 - FOLLOW_UPS)))}
     while len(found) < count:
-        question = follow_up(dice, dice.pick(openers))
+        first = dice.pick(openers)
+        question = follow_up(dice, first, short_answer(dice, first))
         found.setdefault(question.prompt, question)
     return dice.draw(list(found.values()), count)
 
@@ -104,10 +106,10 @@ def make_files(seed: int = SEED) -> dict[str, bytes]:
     """The embedded data as (path inside the directory, bytes); the archive's two members come under their own names."""
     dice = Dice(seed)
     questions = _first_questions(dice)
-    share = SFT_ROWS["test"] / sum(SFT_ROWS.values())
+    share = CONVERSATIONS["test"] / sum(CONVERSATIONS.values())
     sft = dice.draw(questions["sft"], len(questions["sft"]))
     cut = int(len(sft) * share)
-    sft_test, sft_train = _conversations(dice, sft[:cut], SFT_ROWS["test"]), _conversations(dice, sft[cut:], SFT_ROWS["train"])
+    sft_test, sft_train = _conversations(dice, sft[:cut], CONVERSATIONS["test"]), _conversations(dice, sft[cut:], CONVERSATIONS["train"])
     held_out = _different_questions(dice, questions["prompts"], PROMPTS)
     asked = _different_questions(dice, questions["pairs"], sum(PAIRS.values()))
     train, test = asked[: PAIRS["train"]], asked[PAIRS["train"] :]

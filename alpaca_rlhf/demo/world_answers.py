@@ -114,6 +114,20 @@ class Question:
         return f"{turns} Human: {self.text} Assistant:"
 
 
+class Deck:
+    """Questions dealt in random order, all of them before any comes again."""
+
+    def __init__(self, dice: Dice, questions: Sequence[Question]) -> None:
+        self._dice, self._questions = dice, questions
+        self._rest: list[Question] = []
+
+    def deal(self) -> Question:
+        """The next question."""
+        if not self._rest:
+            self._rest = self._dice.draw(self._questions, len(self._questions))
+        return self._rest.pop()
+
+
 def others(thing: Thing) -> list[Thing]:
     """The other things of a thing's group."""
     return [other for other in THINGS if other.group == thing.group and other != thing]
@@ -131,11 +145,15 @@ def all_first_questions() -> list[Question]:
     return questions
 
 
-def follow_up(dice: Dice, first: Question) -> Question:
-    """A second question that depends on a first one about one thing; the first answer is terse or plain, so that it stays short."""
+def short_answer(dice: Dice, question: Question) -> str:
+    """A terse or plain answer: what an earlier turn of a conversation says, so that histories stay short."""
+    return write_answer(dice, question, dice.weighted({"terse": 2, "plain": 1}))
+
+
+def follow_up(dice: Dice, first: Question, answer: str) -> Question:
+    """A second question that depends on a first one about one thing and its answer."""
     (x,) = first.things
     y = dice.pick(others(x))
-    answer = write_answer(dice, first, dice.weighted({"terse": 2, "plain": 1}))
     history = ((first.text, answer),)
     kind = dice.weighted({"one": 5, "other": 3, "two": 2, "story": 1})
     if kind == "one":
