@@ -26,6 +26,7 @@ def test_without_probabilities_every_record_once_in_order():
         ([100, 100, 100], [1, 1, 2], {0: 50, 1: 50, 2: 100}),
         ([5, 5, 5], [1, 1, 1], {0: 5, 1: 5, 2: 5}),
         ([7, 3], [0.6, 0.4], {0: 4, 1: 3}),  # 7 records: 4.2 and 2.8
+        ([3, 7], [0.4, 0.6], {0: 3, 1: 4}),
     ],
 )
 def test_D07_probabilities_end_where_the_first_set_is_used_up(sizes, probs, counts):
@@ -75,7 +76,7 @@ def test_D07_the_plan_in_words():
     ("sizes", "probs", "message"),
     [
         ([10, 10], [0.5], r"1 probabilities \(0\.5\) for 2 data sets"),
-        ([10, 10], [0.5, -0.5], "none may be negative"),
+        ([10, 10], [1.5, -0.5], "none may be negative"),
         ([10, 10], [0.0, 0.0], "one must be above 0"),
         ([10, 10], [float("nan"), 1.0], "nan"),
         ([10, 0], [0.5, 0.5], "data set 2 has the probability 0.5 but holds no records"),

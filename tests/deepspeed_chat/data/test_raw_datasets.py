@@ -398,7 +398,7 @@ def test_json_in_disguise_and_blank_lines(tmp_path, read):
         + json.dumps({"instruction": "\u2028", "output": "a\u2028b"})
     )
     assert [(row.record, row.chosen) for row in read(path).train] == [("a.json:2", "答え 1")]
-    path.write_text(lines([ALPACA[0] | {"output": "a\u2028b"}]))
+    path.write_text(lines([ALPACA[0] | {"output": "a\u2028b"}, ALPACA[1]]))  # lines() writes U+2028 itself
     assert read(path).train[0].chosen == "a\u2028b"
     (tmp_path / "b.jsonl").write_text(json.dumps(ALPACA))
     assert len(read(tmp_path / "b.jsonl").train) == 3
@@ -480,6 +480,15 @@ def test_folder_in_the_layout_of_multi_turn_alpaca(tmp_path, read):
     assert (len(data.train), len(data.test)) == (3, 1)
 
 
+def test_the_last_word_for_a_part_counts(tmp_path, read):
+    write(tmp_path / "s", ALPACA, "train-of-test-suite.train.json")
+    write(tmp_path / "s", ALPACA[:1], "train-of-test-suite.val.json")
+    write(tmp_path / "t", ALPACA, "my_training_rows.json")
+    write(tmp_path / "t", ALPACA[:1], "other.json")
+    assert (len(read(tmp_path / "s").train), len(read(tmp_path / "s").test)) == (3, 1)
+    assert (len(read(tmp_path / "t").train), read(tmp_path / "t").notes) == (3, ("not read: other.json",))
+
+
 def test_unusable_test_part_is_left_out_with_a_note(tmp_path, read):
     write(tmp_path / "s", ALPACA, "train.jsonl")
     write(tmp_path / "s", [ALPACA[0] | {"output": ""}], "test.jsonl")
@@ -536,7 +545,7 @@ def test_hub_splits_and_subfolder(read, monkeypatch):
 
     asked = []
 
-    def load(name, data_dir):
+    def load(name, config=None, data_dir=None):
         asked.append((name, data_dir))
         part = datasets.Dataset.from_list(PAIRS)
         return datasets.DatasetDict({"train": part, "test": part.select([0])})
