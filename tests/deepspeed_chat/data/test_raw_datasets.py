@@ -20,6 +20,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import (
     load_raw_dataset,
     parse_transcript,
 )
+from alpaca_rlhf.deepspeed_chat.training.utils.data.readers import read_table
 from alpaca_rlhf.deepspeed_chat.training.utils.data.transcripts import parse_prompt
 
 PAIRS = [
@@ -437,6 +438,13 @@ def test_broken_file_is_named(tmp_path, read, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read(tmp_path / name)
+
+
+def test_parquet_gives_known_columns_and_plain_text_as_values(tmp_path):
+    table = read_table(write(tmp_path, [{"id": 1, "prompt": "q", "vector": [0.5], "text": "t"}], "a.parquet"))
+    assert (table.columns, table.rows) == (("id", "prompt", "vector", "text"), [(1, {"prompt": "q", "text": "t"})])
+    table = read_table(write(tmp_path, [{"page": "p", "vector": [0.5]}], "b.parquet"))
+    assert table.rows == [(1, {"page": "p"})]
 
 
 def test_D08_folder_with_parts_and_shards(tmp_path, read, no_network):

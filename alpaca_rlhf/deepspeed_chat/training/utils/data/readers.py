@@ -63,9 +63,14 @@ def read_table(path: Path) -> Table:
 
 
 def table_from_arrow(file: str, table: Any) -> Table:
-    """Rows of a pyarrow table; only columns of a known layout become Python values, but all are named."""
+    """Rows of a pyarrow table.
+
+    All columns are named, but only those of a known layout and of plain text (`text`, else the first column) become
+    Python values: others may be wide, like images or embeddings.
+    """
     columns = tuple(table.column_names)
-    wanted = table.select([column for column in columns if column in KNOWN_COLUMNS])
+    plain_text = "text" if "text" in columns else columns[0] if columns else ""
+    wanted = table.select([column for column in columns if column in KNOWN_COLUMNS or column == plain_text])
     rows = wanted.to_pylist() if wanted.num_columns else [{} for _ in range(table.num_rows)]
     return Table(file, columns, list(enumerate(rows, start=1)))
 
