@@ -65,7 +65,7 @@ def _model(group: str, field: str, prefix: str, rate: float, dropout_off: str) -
     ]
 
 
-def _schedule(warmup: int, skipped: str = "schedule.max_skipped_steps") -> list[Row]:
+def _schedule(warmup: int) -> list[Row]:
     group = "schedule"
     return [
         _row(group, "--num_train_epochs", "schedule.num_train_epochs", INTEGER),
@@ -74,7 +74,7 @@ def _schedule(warmup: int, skipped: str = "schedule.max_skipped_steps") -> list[
         _row(group, "--num_warmup_steps", "schedule.num_warmup_steps", INTEGER, default=warmup),
         _row(group, "--max_grad_norm", "schedule.max_grad_norm", NUMBER),
         _row(group, "--only_optimize_lora", "only_optimize_lora", SWITCH),
-        _row(group, "--max_skipped_steps", skipped, INTEGER),
+        _row(group, "--max_skipped_steps", "schedule.max_skipped_steps", INTEGER),
         _row(group, "--max_steps", "schedule.max_steps", INTEGER),
     ]
 
@@ -167,7 +167,7 @@ def _step3() -> list[Row]:
         _row(shared, "--offload_reward_model", "offload_reward_model", SWITCH),
         *_rollout(),
         *_ppo(),
-        *_schedule(warmup=100, skipped="schedule.max_skipped_steps ppo.max_skipped_steps"),
+        *_schedule(warmup=100),
         _row(
             "schedule",
             "--test_stop_step",

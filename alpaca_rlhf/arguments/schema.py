@@ -78,6 +78,12 @@ class _SupervisedArguments(_StepArguments):
         if self.output.print_answers_interval:
             raise SettingError("<output.print_answers_interval> is for step 3: here no answers are generated")
 
+    def evaluation_due(self, step: int, steps_per_epoch: int, total_steps: int) -> bool:
+        """Whether to evaluate after this 1-based optimizer step: at the end of each epoch and of the run, and every
+        ``eval_interval`` steps."""
+        at_end = step == total_steps or step % steps_per_epoch == 0
+        return at_end or (self.eval_interval > 0 and step % self.eval_interval == 0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step1Arguments(_SupervisedArguments):
@@ -157,9 +163,6 @@ class PPOArguments(Settings):
     )
     missing_eos_penalty: float | None = setting(
         None, "taken off the normalised score of an answer that does not end by itself; absent, nothing", at_least=0
-    )
-    max_skipped_steps: int = setting(
-        3, "stop after so many steps in a row whose loss or gradient is not finite", at_least=1
     )
 
     def __post_init__(self) -> None:

@@ -7,13 +7,20 @@ from alpaca_rlhf.engines.base import Engine
 
 
 class MovingAverage:
-    """average ← decay · average + (1 − decay) · weights, in float32 on the CPU; decay 0 copies, decay 1 keeps the start.
+    """average ← decay · average + (1 − decay) · weights, in float32 on the CPU.
 
-    Under ZeRO-3 each update gathers the weights.
+    Decay 0 copies the weights, decay 1 keeps the start. Under ZeRO-3 each update gathers the weights.
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
         self.engine, self.decay = engine, decay
+        first: dict[int, str] = {}
+        # A tied weight has two names and one average.
+        self._name_of = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in engine.module.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        }
         self._average = {name: value.float() for name, value in self._trainable()}
 
     def update(self) -> None:
@@ -22,13 +29,13 @@ class MovingAverage:
             self._average[name].lerp_(value.float(), 1.0 - self.decay)
 
     def state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The engine's full ``state`` with the averages in place of the trained weights; {} stays {} (off the main rank)."""
-        return {name: self._average[name].to(value.dtype) if name in self._average else value for name, value in state.items()}
+        """The engine's full ``state`` with averages in place of the trained weights; {} stays {} off the main rank."""
+        return {
+            name: self._average[self._name_of[name]].to(value.dtype) if name in self._name_of else value
+            for name, value in state.items()
+        }
 
     def _trainable(self) -> list[tuple[str, Tensor]]:
         with self.engine.gathered(), torch.no_grad():
-            return [
-                (name, parameter.detach().to("cpu", copy=True))
-                for name, parameter in self.engine.module.named_parameters()
-                if parameter.requires_grad
-            ]
+            parameters = dict(self.engine.module.named_parameters())
+            return [(name, parameters[name].detach().to("cpu", copy=True)) for name in set(self._name_of.values())]

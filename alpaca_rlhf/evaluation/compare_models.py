@@ -3,8 +3,8 @@
     python -m alpaca_rlhf.evaluation.compare_models --models output/actor output/final/actor \\
         --prompts data/prompts.jsonl --output_dir output/comparison
 
-Writes ``comparison.json`` (figures and every answer) and ``comparison.md`` (figures and the first answers). All models get
-the same prompts, random numbers and settings; KL is to the first model.
+Writes ``comparison.json`` (figures and every answer) and ``comparison.md`` (figures and the first answers). All models
+get the same prompts, random numbers and settings; KL is to the first model.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; see --help."""
     parser = argparse.ArgumentParser(prog="compare_models", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--models", nargs="+", required=True, metavar="DIR", help="model folders; the first is the yardstick")
+    parser.add_argument("--models", nargs="+", required=True, metavar="DIR", help="folders; the first is the yardstick")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one name a model (default: the folders' paths)")
     parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts, in any layout the steps read")
     parser.add_argument("--max_prompts", type=int, help="use the first so many prompts (default: all)")
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1234, help="seed of the random numbers (default 1234)")
     args = parser.parse_args(argv)
     if args.names is not None and len(args.names) != len(args.models):
-        raise UserError(f"--names has {len(args.names)} words for the {len(args.models)} folders of --models; give one each")
+        raise UserError(f"--names has {len(args.names)} words for {len(args.models)} --models; give one each")
     for name in ("max_prompt_seq_len", "max_answer_seq_len", "batch_size", "max_prompts"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -100,13 +100,16 @@ def answer(args: argparse.Namespace, run: Run, name: str, model: CausalLM, encod
     prompts = [encoder.prompt_ids(conversation.prompt) for conversation in conversations]
     for conversation, ids in zip(conversations, prompts, strict=True):
         if len(ids) > args.max_prompt_seq_len:
-            raise UserError(f"the prompt {conversation.record} has {len(ids)} tokens; raise --max_prompt_seq_len to that")
-    settings = SamplingSettings(max_new_tokens=args.max_answer_seq_len, eos_ids=(encoder.eos_id,), pad_id=encoder.pad_id,
-                                temperature=args.temperature, vocabulary_limit=model.vocabulary_limit)  # fmt: skip
+            raise UserError(f"the prompt {conversation.record} has {len(ids)} tokens; raise --max_prompt_seq_len")
+    settings = SamplingSettings(
+        max_new_tokens=args.max_answer_seq_len, eos_ids=(encoder.eos_id,), pad_id=encoder.pad_id,
+        temperature=args.temperature, vocabulary_limit=model.vocabulary_limit,
+    )  # fmt: skip
     rollout, collate, records = HFGenerateRollout(model.model, settings), DataCollatorRLHF(encoder.pad_id), []
     bar = run.progress(len(prompts), f"answers of {name}")
     for start in range(0, len(prompts), args.batch_size):
-        items = [{"prompt_ids": ids, "row": start + i} for i, ids in enumerate(prompts[start : start + args.batch_size])]
+        part = prompts[start : start + args.batch_size]
+        items = [{"prompt_ids": ids, "row": start + index} for index, ids in enumerate(part)]
         batch = collate(items, len(items))
         ids, mask = batch["prompt_ids"].to(run.device), batch["prompt_mask"].to(run.device)
         responses = rollout.generate(ids, mask, row_uniforms(args.seed, 0, batch["row_ids"], args.max_answer_seq_len))

@@ -122,7 +122,6 @@ def test_seed_command_of_step_3_means_what_it_says():
             "epochs": 2, "per_device_mini_batch_size": 4, "kl_coef": 0.05, "kl_estimator": "k1", "kl_target": None,
             "kl_horizon": 10000, "clip_ratio": 0.2, "clip_value": 0.2, "clip_reward": 5, "gamma": 1, "lam": 0.95,
             "whiten_advantages": True, "reward_normalization": "saved", "missing_eos_penalty": None,
-            "max_skipped_steps": 3,
         },
         "enable_ema": False,
         "ema_decay": 0.992,

@@ -1,4 +1,4 @@
-"""Step 1: supervised fine-tuning. A base model learns to answer: assistant turns and their EOS are trained, nothing else.
+"""Step 1: supervised fine-tuning. A base model learns to answer: assistant turns and their EOS are trained, no more.
 
     python alpaca_rlhf/deepspeed_chat/training/step1_supervised_finetuning/main.py \\
         --data_path data/preferences --model_name_or_path MODEL --output_dir output/actor
@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # model and engine
     model = load_causal_lm(args.model.path, tokenizer, notice=run.print, dropout=args.model.dropout)
-    adapt(model, **args.model.adaptation(), only_optimize_lora=args.only_optimize_lora, seed=args.output.seed, notice=run.print)
+    adapt(model, **args.model.adaptation(), only_optimize_lora=args.only_optimize_lora, seed=args.output.seed,
+          notice=run.print)  # fmt: skip
     module = CausalLM(model, vocabulary_limit=vocabulary_size(tokenizer))
     engine = create_engine(
         module,
@@ -116,8 +117,8 @@ def train(args: Step1Arguments, run: Run, engine: Engine, loader: StepLoader, ev
             tokens = float(run.sum(sum(batch["response_mask"].sum() for batch in batches)))
             with engine.training_mode():
                 outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine), tokens)
-            due = step in (total, loader.steps_per_epoch * (epoch + 1)) or (args.eval_interval and step % args.eval_interval == 0)
-            log.log(step, {"epoch": epoch, "tokens": tokens} | outcome.metrics() | (evaluation() if due else {}))
+            figures = {"epoch": epoch, "tokens": tokens} | outcome.metrics()
+            log.log(step, figures | (evaluation() if args.evaluation_due(step, loader.steps_per_epoch, total) else {}))
             bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
             bar.update(1)
             skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
@@ -135,14 +136,15 @@ def evaluate(engine: Engine, data: PromptData, pad_id: int, args: Step1Arguments
     """Perplexity over the trained tokens of the whole evaluation part, all ranks together; {} when there is none."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     with engine.evaluation_mode(), torch.no_grad():
-        for batch in evaluation_batches(data.eval, partial(collate_sft, pad_id=pad_id), rank=run.rank,
-                                        batch_size=args.per_device_eval_batch_size, world_size=run.world_size):  # fmt: skip
+        collate, size = partial(collate_sft, pad_id=pad_id), args.per_device_eval_batch_size
+        share = {"batch_size": size, "rank": run.rank, "world_size": run.world_size}
+        for batch in evaluation_batches(data.eval, collate, **share):
             batch = to_device(batch, run.device)
             sums += torch.stack([batch_loss(engine, batch), batch["response_mask"][:, 1:].sum()])
     loss, tokens = run.sum(sums).tolist()
     if not tokens:
         return {}
-    run.print(f"perplexity {perplexity(loss, tokens):.4f} over {int(tokens)} tokens of {len(data.eval)} evaluation records")
+    run.print(f"perplexity {perplexity(loss, tokens):.4f} over {tokens:.0f} tokens of {len(data.eval)} records")
     return {"eval_perplexity": perplexity(loss, tokens), "eval_loss": loss / tokens, "eval_tokens": tokens}
 
 

@@ -12,19 +12,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from alpaca_rlhf.algorithms.metrics import Averages
 from alpaca_rlhf.arguments.deepspeed_chat import parse_step2
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step2Arguments
-from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.evaluation import (
+from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs import (
     PairScores,
-    describe,
+    batch_loss,
     score_pairs,
+    told,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
-from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptDataset, create_prompt_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
@@ -84,13 +83,13 @@ def main(argv: list[str] | None = None) -> None:
     log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
                      tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
 
-    def scores(dataset) -> PairScores:
-        return score_pairs(engine, evaluation_batches(dataset, collate, batch_size=args.per_device_eval_batch_size,
-                                                      rank=run.rank, world_size=run.world_size), run)  # fmt: skip
+    def scores(dataset: PromptDataset) -> PairScores:
+        share = {"batch_size": args.per_device_eval_batch_size, "rank": run.rank, "world_size": run.world_size}
+        return score_pairs(engine, evaluation_batches(dataset, collate, **share), run)
 
     diverged = None
     try:
-        train(args, run, engine, loader, lambda: evaluate(scores(data.eval), run), log, total_steps)
+        train(args, run, engine, loader, lambda: scores(data.eval).metrics(), log, total_steps)
     except TrainingDiverged as stop:  # the last good weights are saved all the same
         diverged = stop
 
@@ -120,7 +119,7 @@ def train(args: Step2Arguments, run: Run, engine: Engine, loader: StepLoader, ev
           log: MetricsLog, total: int) -> None:  # fmt: skip
     """The loop."""
     skipped, step = SkippedSteps(args.schedule.max_skipped_steps), 0
-    log.log(0, evaluation())
+    log.log(0, told(run, evaluation()))
     bar = run.progress(total, "reward model")
     for epoch in range(args.schedule.num_train_epochs):
         for batches in loader.epoch(epoch):
@@ -131,33 +130,16 @@ def train(args: Step2Arguments, run: Run, engine: Engine, loader: StepLoader, ev
             pairs = float(run.sum(sum(batch["row_mask"].sum() for batch in batches)))
             averages = Averages()
             with engine.training_mode():
-                outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine, args.pair_loss, averages), pairs)
-            due = step in (total, loader.steps_per_epoch * (epoch + 1)) or (args.eval_interval and step % args.eval_interval == 0)
+                loss = partial(batch_loss, engine, args.pair_loss, averages)
+                outcome = optimizer_step(engine, run, batches, loss, pairs)
             averages.reduce(run.sum)
-            log.log(step, {"epoch": epoch, "pairs": pairs} | averages.result() | outcome.metrics() | (evaluation() if due else {}))
+            figures = {"epoch": epoch, "pairs": pairs} | averages.result() | outcome.metrics()
+            due = args.evaluation_due(step, loader.steps_per_epoch, total)
+            log.log(step, figures | (told(run, evaluation()) if due else {}))
             bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
             bar.update(1)
             skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
     bar.close()
-
-
-def batch_loss(engine: Engine, pair_loss: str, averages: Averages, batch: dict) -> Tensor:
-    """Summed loss of one micro-batch's pairs; notes the scores of both sides on the way."""
-    output = engine(batch["input_ids"], batch["attention_mask"], batch["divergence"], batch["margin"], batch["row_mask"], pair_loss)
-    rows = batch["row_mask"]
-    chosen, rejected, count = (output.chosen_scores * rows).sum(), (output.rejected_scores * rows).sum(), rows.sum()
-    correct = ((output.chosen_scores > output.rejected_scores) * rows).sum()
-    for name, total in {"chosen_score": chosen, "rejected_score": rejected, "gap": chosen - rejected, "accuracy": correct}.items():
-        averages.add(name, float(total), float(count))
-    return output.loss_sum
-
-
-def evaluate(scores: PairScores, run: Run) -> dict[str, float]:
-    """The figures of the whole evaluation part, printed in one line; {} when there is none."""
-    metrics = scores.metrics()
-    if metrics:
-        run.print(describe(metrics))
-    return metrics
 
 
 if __name__ == "__main__":

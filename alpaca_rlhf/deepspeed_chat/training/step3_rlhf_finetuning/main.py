@@ -17,7 +17,7 @@ from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
 from alpaca_rlhf.arguments.deepspeed_chat import parse_step3
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step3Arguments
-from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_steps
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
@@ -33,8 +33,9 @@ from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, w
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
-CURVES = {"train_actor_loss": ["actor_loss"], "train_cri_loss": ["critic_loss"], "train_average_reward": ["normalized_score"],
-          "kl": ["kl"], "length": ["length"], "entropy": ["entropy"]}  # fmt: skip
+CURVES = {"train_actor_loss": ["actor_loss"], "train_cri_loss": ["critic_loss"],
+          "train_average_reward": ["normalized_score"], "kl": ["kl"], "length": ["length"],
+          "entropy": ["entropy"]}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,14 +61,18 @@ def main(argv: list[str] | None = None) -> None:
         seed=args.output.seed,
     )  # fmt: skip
     rollouts, optimizer_steps = plan(args, len(data.train), run.world_size)
-    run.print(f"plan: {rollouts} rollouts of {args.rollout_size(run.world_size)} prompts, {optimizer_steps} optimizer steps")
+    size = args.rollout_size(run.world_size)
+    run.print(f"plan: {rollouts} rollouts of {size} prompts, {optimizer_steps} optimizer steps")
+
+    texts = text_steps(args, run, encoder) if args.unsupervised_dataset_name else None
 
     # four roles
     roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps,
                        reward_stats=reward_stats if isinstance(reward_stats, RewardStats) else None)  # fmt: skip
     trainer = DeepSpeedPPOTrainer(
         roles, run, args.ppo, seed=args.output.seed, reward_stats=reward_stats,
-        minibatches=partial(minibatches, args, run), texts=None, unsup_coef=args.unsup_coef,
+        minibatches=partial(minibatches, args, run), texts=texts, unsup_coef=args.unsup_coef,
+        max_skipped_steps=args.schedule.max_skipped_steps,
     )  # fmt: skip
 
     # loop
@@ -118,10 +123,11 @@ def print_answers(run: Run, encoder: TextEncoder, experience: Experience, count:
         prompt = experience.sequences[row, : experience.prompt_length]
         prompt = prompt[experience.attention_mask[row, : experience.prompt_length].bool()].tolist()
         answer = experience.responses[row][experience.response_mask[row].bool()].tolist()
-        run.print(f"--- score {float(experience.scores[row]):.3f}\n{encoder.decode(prompt)}\n>>> {encoder.decode(answer)}")
+        score = float(experience.scores[row])
+        run.print(f"--- score {score:.3f}\n{encoder.decode(prompt)}\n>>> {encoder.decode(answer)}")
 
 
-def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, chat_template: str, data_report: dict) -> None:
+def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, chat_template: str, report: dict) -> None:
     """OUTPUT/actor, OUTPUT/critic and OUTPUT/actor_ema, each complete and readable alone."""
     actor, critic = roles.actor, roles.critic
     policy, value = actor.engine.full_state_dict(), critic.engine.full_state_dict()
@@ -133,7 +139,7 @@ def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, ch
 
         def write(folder: Path, name=name, module=module, state=state, adapter_base=adapter_base) -> None:
             save_trained(folder, module, state, tokenizer, chat_template, adapter_base)
-            save_arguments(folder, {"step": f"ppo_{name}", **args.to_dict(), "data_report": data_report})
+            save_arguments(folder, {"step": f"ppo_{name}", **args.to_dict(), "data_report": report})
 
         write_output(Path(args.output.output_dir) / name, write)
     run.barrier()

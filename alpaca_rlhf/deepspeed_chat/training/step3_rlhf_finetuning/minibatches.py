@@ -1,5 +1,6 @@
 """How a rollout is cut into optimizer steps, and how many there will be."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,10 @@ import torch
 
 from alpaca_rlhf.algorithms.experience import Experience
 from alpaca_rlhf.arguments.schema import Step3Arguments
+from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_sft
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
+from alpaca_rlhf.deepspeed_chat.training.utils.data.plain_text import load_plain_text
+from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,20 @@ def minibatches(args: Step3Arguments, run: Any, experience: Experience, epoch: i
         seed=args.output.seed,
     )  # fmt: skip
     yield from loader.epoch(epoch)
+
+
+def text_steps(args: Step3Arguments, run: Any, encoder: TextEncoder) -> Iterator[list[dict]]:
+    """Without end: this rank's micro-batches of plain text for one optimizer step of the actor."""
+    items = load_plain_text(
+        args.unsupervised_dataset_name, args.unsupervised_dataset_config_name, encoder=encoder,
+        block=args.rollout.max_prompt_len + args.rollout.max_answer_len, cache_dir=args.data.cache_dir,
+    )  # fmt: skip
+    loader = StepLoader(
+        items, partial(collate_sft, pad_id=encoder.pad_id), micro_batch_size=args.ppo.per_device_mini_batch_size,
+        micro_batches_per_step=args.schedule.gradient_accumulation_steps, rank=run.rank, world_size=run.world_size,
+        seed=args.output.seed,
+    )  # fmt: skip
+    return (step for epoch in itertools.count() for step in loader.epoch(epoch))
 
 
 def plan(args: Step3Arguments, prompts: int, world_size: int) -> tuple[int, int]:

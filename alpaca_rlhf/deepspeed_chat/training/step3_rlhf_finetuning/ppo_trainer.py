@@ -39,16 +39,18 @@ class DeepSpeedPPOTrainer:
         minibatches: Callable[[Experience, int], Iterator[list[Experience]]],
         texts: Iterator[list[dict]] | None = None,
         unsup_coef: float = 0.0,
+        max_skipped_steps: int = 3,
     ) -> None:
         """``minibatches(experience, epoch)`` cuts a rollout into this rank's share of each optimizer step; ``texts``
-        yields the micro-batches of plain text that an optimizer step adds, weighted by ``unsup_coef``."""
+        yields the micro-batches of plain text that an optimizer step adds, weighted by ``unsup_coef``; more than
+        ``max_skipped_steps`` steps in a row that are not finite end the run."""
         self.roles, self.run, self.settings, self.seed = roles, run, settings, seed
         self.reward_stats, self.minibatches, self.texts, self.unsup_coef = reward_stats, minibatches, texts, unsup_coef
         if settings.kl_target is None:
             self.kl_controller = FixedKLController(settings.kl_coef)
         else:
             self.kl_controller = AdaptiveKLController(settings.kl_coef, settings.kl_target, settings.kl_horizon)
-        self.skipped = SkippedSteps(settings.max_skipped_steps)
+        self.skipped = SkippedSteps(max_skipped_steps)
         self.optimizer_steps = 0
 
     def generate_experience(self, batches: Sequence[dict], round_index: int) -> tuple[Experience, dict[str, float]]:
@@ -117,7 +119,7 @@ class DeepSpeedPPOTrainer:
     def _normalize(self, scores: Tensor) -> Tensor:
         """Scores (B,) on the scale of the chosen answers' (saved), of this run's (running), or as they are (off)."""
         if isinstance(self.reward_stats, RunningRewardStats):
-            wide = scores.double()
+            wide = scores[torch.isfinite(scores)].double()
             self.reward_stats.update(len(wide), float(wide.sum()), float((wide * wide).sum()))
             return self.reward_stats.stats.normalize(scores)
         return scores if self.reward_stats is None else self.reward_stats.normalize(scores)
@@ -155,8 +157,12 @@ class DeepSpeedPPOTrainer:
             TrainingDiverged: too many skipped steps in a row.
         """
         started, averages, first = time.perf_counter(), Averages(), {}
+        bad_scores = int((~torch.isfinite(experience.scores)).sum())
         for epoch in range(self.settings.epochs):
             for micro_batches in self.minibatches(experience, round_index * self.settings.epochs + epoch):
+                if bad_scores:  # whitening would spread them over the whole rollout: nothing of it can be trained
+                    self._skip()
+                    continue
                 step = Averages()
                 self._update(micro_batches, step)
                 step.reduce(self.run.sum)
@@ -164,7 +170,17 @@ class DeepSpeedPPOTrainer:
                 first = first or {"first_ratio_deviation": figures["ratio_deviation"]}
                 for name, value in figures.items():
                     averages.add(name, value, 1.0)
+        what = f"{bad_scores} of {len(experience)} scores of rollout {round_index + 1} were not finite"
+        if bad_scores:
+            self.run.print(f"step {self.optimizer_steps}: {what}; the rollout is skipped")
+            self.skipped.note(True, self.optimizer_steps, what)
         return averages.result() | first | {"seconds_train": time.perf_counter() - started}
+
+    def _skip(self) -> None:
+        """Neither role takes this step; both schedules advance."""
+        self.optimizer_steps += 1
+        for role in (self.roles.actor, self.roles.critic):
+            role.finish(False)
 
     def _update(self, micro_batches: Sequence[Experience], averages: Averages) -> None:
         """One optimizer step of actor and critic, by both or by neither: all ranks must find all of it finite."""

@@ -22,8 +22,8 @@ from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import adapters_disabled
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
-from alpaca_rlhf.engines.frozen import freeze
 from alpaca_rlhf.engines.ema import MovingAverage
+from alpaca_rlhf.engines.frozen import freeze
 from alpaca_rlhf.rollout.base import SamplingSettings
 from alpaca_rlhf.rollout.hf_generate import HFGenerateRollout
 
@@ -86,16 +86,20 @@ class RLHFEngine:
         return critic, reward(self._freeze(frozen, args.critic, args.offload_reward_model))
 
     def _shares(self, model: ModelArguments) -> bool:
-        """Whether a frozen role can be the trained one with its adapters off: nothing but adapters (and a head) trains."""
+        """Whether a frozen role can be the trained one with its adapters off: only adapters (and a head) train."""
         return self.args.only_optimize_lora and model.lora_dim > 0
 
     def _adapt(self, name: str, model: PreTrainedModel, settings: ModelArguments, keep_trainable: Any = ()) -> None:
-        adapt(model, **settings.adaptation(), only_optimize_lora=self.args.only_optimize_lora, seed=self.args.output.seed,
-              keep_trainable=keep_trainable, notice=lambda text: self.run.print(f"{name}: {text}"))  # fmt: skip
+        adapt(
+            model, **settings.adaptation(), only_optimize_lora=self.args.only_optimize_lora,
+            seed=self.args.output.seed, keep_trainable=keep_trainable,
+            notice=lambda text: self.run.print(f"{name}: {text}"),
+        )  # fmt: skip
 
     def _engine(self, module: torch.nn.Module, settings: ModelArguments) -> Engine:
         args = self.args
-        optimizer = OptimizerSettings(**settings.optimizer(), **args.schedule.optimizer(), total_steps=self.optimizer_steps)
+        rates = {**settings.optimizer(), **args.schedule.optimizer()}
+        optimizer = OptimizerSettings(**rates, total_steps=self.optimizer_steps)
         return create_engine(
             module, optimizer, self.run, deepspeed=args.engine.deepspeed, zero_stage=settings.zero_stage,
             offload=settings.offload, micro_batch_size=args.ppo.per_device_mini_batch_size,

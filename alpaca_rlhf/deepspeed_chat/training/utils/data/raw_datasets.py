@@ -82,7 +82,7 @@ def load_raw_dataset(
     missing side, or when no row of the train part is usable.
     """
     name = path.strip()
-    source = _open_source(name, cache_dir)
+    source = open_source(name, cache_dir)
     skipped = Skipped()
     train = _convert_part(name, source.train, skipped, needs_rejected, needs_answer)
     if not train:
@@ -166,8 +166,12 @@ def _unpack_member(content: zipfile.ZipFile, name: str, folder: Path) -> Path:
     return target
 
 
-def _open_source(name: str, cache_dir: str) -> Source:
-    """Decide by existence first (D-08); what looks like a path is never asked for on the hub."""
+def open_source(name: str, cache_dir: str, config: str | None = None) -> Source:
+    """The tables of a file, a folder, ``MultiTurnAlpaca`` or a hub name (``config``: which of its configurations).
+
+    Decides by existence first (D-08); what looks like a path is never asked for on the hub. Raises UserError when there
+    is nothing to read.
+    """
     if not name:
         raise UserError("the name of a data set is empty; give a file, a folder or a hub name")
     path = Path(name).expanduser()
@@ -182,7 +186,7 @@ def _open_source(name: str, cache_dir: str) -> Source:
         return MultiTurnAlpacaDataset(cache_dir).read()
     if looks_like_path(base if subfolder else name):
         raise UserError(f"there is no file or folder {name}; check the spelling and the current folder")
-    return read_hub(base, subfolder)
+    return read_hub(base, subfolder, config)
 
 
 def _convert_part(

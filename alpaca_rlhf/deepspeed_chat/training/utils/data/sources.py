@@ -76,12 +76,12 @@ def read_folder(folder: Path) -> Source:
     )
 
 
-def read_hub(name: str, data_dir: str) -> Source:
+def read_hub(name: str, data_dir: str, config: str | None = None) -> Source:
     """Ask the hub through ``datasets`` (or its cache, offline); ``data_dir`` is a subfolder of the repository or ""."""
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, data_dir=data_dir or None)
+        loaded = datasets.load_dataset(name, config, data_dir=data_dir or None)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(

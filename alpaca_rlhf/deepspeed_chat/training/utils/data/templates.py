@@ -70,6 +70,7 @@ _ADD_BOS = "{{ bos_token }}"
 _FIRST_PLACEHOLDER = 0xF0000  # supplementary private use area: 65,534 characters that no text is made of
 _PLACEHOLDERS = re.compile("[\U000f0000-\U000ffffd]")
 _ANCHORS = ("\n", "=", "a", "1")  # texts put before a continuation and cut off again after encoding
+_RECENT_TEXTS = 4096
 
 
 class TemplateRefusal(UserError):
@@ -112,6 +113,7 @@ class TextEncoder:
         reserved = {self.eos_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         unknown = {tokenizer.unk_token_id} - reserved  # <unk> may stand for plain text, EOS never may
         self._forbidden = set(self._special_ids.values()) - unknown
+        self._recent: dict[str, list[int]] = {}  # a dialogue is encoded again for each early turn it loses
         self._anchors = self._probe_anchors()
         self._segments_of: dict[tuple[str, ...], tuple[_Segment, ...]] = {}
         self.notices: list[str] = []
@@ -144,6 +146,10 @@ class TextEncoder:
         ids, mask = self.prompt_with_mask(turns)
         answer = self.answer_ids(turns, text)
         return ids + answer, mask + [1] * len(answer)
+
+    def plain_text_ids(self, text: str) -> list[int]:
+        """Ids of a text that is no conversation, closed by EOS."""
+        return [*self._plain(text), self.eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The answer as a person reads it: special tokens skipped, surrounding blanks stripped."""
@@ -260,7 +266,9 @@ class TextEncoder:
         return ids
 
     def _plain(self, text: str) -> list[int]:
-        """Ids of text in which a special token's name is ordinary text."""
+        """Ids of text in which a special token's name is ordinary text. Not to be changed by the caller."""
+        if text in self._recent:
+            return self._recent[text]
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         if not self._forbidden.isdisjoint(ids):
             names = self.tokenizer.convert_ids_to_tokens(sorted(self._forbidden.intersection(ids)))
@@ -268,6 +276,9 @@ class TextEncoder:
                 f"the tokenizer reads its special token {names[0]} out of plain text and cannot be told not to: "
                 "use the tokenizer's fast version, or remove the word from the data."
             )
+        if len(self._recent) == _RECENT_TEXTS:
+            self._recent.clear()
+        self._recent[text] = ids
         return ids
 
     def _continuation(self, text: str) -> list[int]:

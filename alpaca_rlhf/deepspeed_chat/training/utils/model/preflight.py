@@ -39,6 +39,6 @@ def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *paths: 
         other = load_tokenizer(path, notice=lambda _: None)
         if not tokenizers_agree(tokenizer, other):
             raise UserError(
-                f"the tokenizer of {path} differs from that of {name} (vocabulary or special tokens): actor, critic and "
-                "reward model must share one; train the reward model from the same base model"
+                f"the tokenizer of {path} differs from that of {name} (vocabulary or special tokens): actor, critic "
+                "and reward model must share one; train the reward model from the same base model"
             )

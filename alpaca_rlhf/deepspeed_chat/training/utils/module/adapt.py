@@ -25,7 +25,7 @@ def adapt(
     notice: Callable[[str], None],
     keep_trainable: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Put LoRA of rank ``lora_dim`` (0: none) on the named linear layers, freeze the rest if asked, and say what trains.
+    """Put LoRA of rank ``lora_dim`` (0: none) on the named layers, freeze the rest if asked, and say what trains.
 
     ``keep_trainable``: parameters that stay trainable with ``only_optimize_lora`` (a reward head; L-04).
     """
@@ -36,12 +36,11 @@ def adapt(
         if only_optimize_lora:
             only_optimize_lora_parameters(model, also=keep_trainable)
         kinds = sorted({name.rsplit(".", 1)[-1] for name in report.modules})
-        notice(
-            f"LoRA: rank {lora_dim}, scale {lora_alpha / lora_dim:g}, on {len(report.modules)} layers ({', '.join(kinds)})"
-        )
+        scale, count = lora_alpha / lora_dim, len(report.modules)
+        notice(f"LoRA: rank {lora_dim}, scale {scale:g}, on {count} layers ({', '.join(kinds)})")
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     trainable = {id(p): p.numel() for p in [*model.parameters(), *keep_trainable] if p.requires_grad}
     total = {id(p): p.numel() for p in [*model.parameters(), *keep_trainable]}
-    share = sum(trainable.values()) / sum(total.values())
-    notice(f"parameters: {sum(total.values()):,}, of which {sum(trainable.values()):,} ({share:.2%}) train")
+    everything, some = sum(total.values()), sum(trainable.values())
+    notice(f"parameters: {everything:,}, of which {some:,} ({some / everything:.2%}) train")

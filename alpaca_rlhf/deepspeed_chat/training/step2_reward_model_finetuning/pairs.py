@@ -1,4 +1,4 @@
-"""How good a reward model is on pairs it never saw: figures with their counts (R-09), and a few scored samples."""
+"""Pairs through the reward model: the loss of a micro-batch, and how good the model is on pairs it never saw (R-09)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_rlhf.algorithms.metrics import pearson
+from alpaca_rlhf.algorithms.metrics import Averages, pearson
 from alpaca_rlhf.algorithms.rewards import RewardStats
 from alpaca_rlhf.engines.base import Engine
 from alpaca_rlhf.engines.stepping import to_device
@@ -60,11 +60,25 @@ def score_pairs(engine: Engine, batches: Iterable[dict], run: Any) -> PairScores
     return PairScores(*table.unbind(1))
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """The evaluation in one line."""
-    return (
-        f"accuracy {metrics['eval_accuracy']:.4f} over {metrics['eval_count']:.0f} pairs "
-        f"({metrics['eval_ties']:.0f} ties), chosen {metrics['eval_chosen_mean']:.3f} ± {metrics['eval_chosen_std']:.3f}, "
-        f"rejected {metrics['eval_rejected_mean']:.3f} ± {metrics['eval_rejected_std']:.3f}, "
-        f"gap {metrics['eval_gap']:.3f}, score-length correlation {metrics['eval_length_correlation']:.2f}"
-    )
+def told(run: Any, metrics: dict[str, float]) -> dict[str, float]:
+    """The evaluation's figures, printed in one line on the way; nothing is printed for an empty evaluation part."""
+    if metrics:
+        run.print(
+            f"accuracy {metrics['eval_accuracy']:.4f} over {metrics['eval_count']:.0f} pairs "
+            f"({metrics['eval_ties']:.0f} ties), "
+            f"chosen {metrics['eval_chosen_mean']:.3f} ± {metrics['eval_chosen_std']:.3f}, "
+            f"rejected {metrics['eval_rejected_mean']:.3f} ± {metrics['eval_rejected_std']:.3f}, "
+            f"gap {metrics['eval_gap']:.3f}, score-length correlation {metrics['eval_length_correlation']:.2f}"
+        )
+    return metrics
+
+
+def batch_loss(engine: Engine, pair_loss: str, averages: Averages, batch: dict) -> Tensor:
+    """Summed loss of one micro-batch's pairs; notes the scores of both sides on the way."""
+    names = ("input_ids", "attention_mask", "divergence", "margin", "row_mask")
+    output = engine(*(batch[name] for name in names), pair_loss)
+    rows, chosen, rejected = batch["row_mask"], output.chosen_scores.detach(), output.rejected_scores.detach()
+    figures = {"chosen_score": chosen, "rejected_score": rejected, "gap": chosen - rejected}
+    for name, values in {**figures, "accuracy": chosen > rejected}.items():
+        averages.add(name, (values * rows).sum(), rows.sum())
+    return output.loss_sum
