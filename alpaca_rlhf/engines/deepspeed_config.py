@@ -1,5 +1,7 @@
 """The DeepSpeed configuration as a pure function; nothing here imports deepspeed."""
 
+import math
+
 import torch
 
 from ..arguments.errors import UserError
@@ -7,8 +9,13 @@ from ..arguments.errors import UserError
 # Elements that DeepSpeed gathers before it reduces them in one collective. Its own default, 5e8, allocates gigabytes
 # of buffer even for a small model.
 _BUCKET_ELEMENTS = 50_000_000
-# float16 starts from 2 ** _INITIAL_SCALE_POWER and halves on each overflow.
-_INITIAL_SCALE_POWER = 16
+
+
+def initial_scale(world_size: int) -> float:
+    """Where the dynamic loss scale of float16 starts: 2^16 as in torch's GradScaler, less what the engine
+    multiplies the loss with to turn DeepSpeed's mean over the ranks into a sum (a power of two)."""
+    return 2.0 ** (16 - (world_size - 1).bit_length())
+
 
 
 def deepspeed_config(
@@ -45,7 +52,7 @@ def deepspeed_config(
         config["gradient_clipping"] = max_grad_norm
         if dtype != torch.float32:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-            config |= _precision(dtype)
+            config |= _precision(dtype, world_size)
     return config
 
 
@@ -53,7 +60,7 @@ def frozen_config(*, offload: bool, dtype: torch.dtype, micro_batch_size: int, w
     """The ``config`` for a module that is only read, its weights sharded over the ranks (stage 3)."""
     config = _common(3, offload, micro_batch_size)
     config["train_batch_size"] = micro_batch_size * world_size
-    return config if dtype == torch.float32 else config | _precision(dtype)
+    return config if dtype == torch.float32 else config | _precision(dtype, world_size)
 
 
 def _on_cpu() -> dict:
@@ -83,16 +90,16 @@ def _common(zero_stage: int, offload_weights: bool, micro_batch_size: int) -> di
     }
 
 
-def _precision(dtype: torch.dtype) -> dict:
+def _precision(dtype: torch.dtype, world_size: int) -> dict:
     if dtype == torch.bfloat16:
         return {"bf16": {"enabled": True}}
     assert dtype == torch.float16, dtype
-    # One overflow lowers the scale at once (hysteresis 1), as torch's GradScaler does.
+    # Hysteresis 1: one overflow lowers the scale at once, as torch's GradScaler does.
     return {
         "fp16": {
             "enabled": True,
             "loss_scale": 0,
-            "initial_scale_power": _INITIAL_SCALE_POWER,
+            "initial_scale_power": int(math.log2(initial_scale(world_size))),
             "hysteresis": 1,
         }
     }

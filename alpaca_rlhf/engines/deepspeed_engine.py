@@ -1,9 +1,11 @@
 """DeepSpeed, ZeRO stages 0 to 3, on one or more processes, with the numbers of the plain engine."""
 
+import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from ..arguments.errors import UserError
 from .base import Engine, FiniteGradients, OptimizerSettings, StepReport, cpu_state_dict, module_mode
-from .deepspeed_config import deepspeed_config, frozen_config
+from .deepspeed_config import deepspeed_config, frozen_config, initial_scale
 from .optimizers import Schedule, create_optimizer, parameter_groups
 
 # Elements that full_state_dict gathers at once under ZeRO-3: what is held beside the shards on each device.
@@ -20,11 +22,13 @@ _GATHER_ELEMENTS = 2**26
 
 
 def start_deepspeed(device: torch.device) -> Any:
-    """Import deepspeed, make it quiet, and join it to torch's process group (made here for a single process).
+    """Import deepspeed, make it quiet, and join it to torch's process group (made here for one process alone).
 
     Raises:
         UserError: deepspeed is not installed.
     """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -32,6 +36,7 @@ def start_deepspeed(device: torch.device) -> Any:
             raise
         raise UserError("--deepspeed needs the package deepspeed; install it with: pip install deepspeed") from error
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -41,6 +46,12 @@ def start_deepspeed(device: torch.device) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def _initialize(deepspeed: Any, **arguments: Any) -> Any:
+    """deepspeed's engine, without the memory report that its bfloat16 optimizer always prints."""
+    with redirect_stdout(io.StringIO()):
+        return deepspeed.initialize(dist_init_required=False, **arguments)[0]
 
 
 class _Autocast(nn.Module):
@@ -91,6 +102,8 @@ class DeepSpeedEngine(Engine):
         )
         device = torch.device(device)
         groups = parameter_groups(module, settings)
+        scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+        assert not scalars, f"DeepSpeed cannot hold parameters of shape (), give them shape (1,): {scalars}"
         deepspeed = start_deepspeed(device)
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         self.module, self.sharded, self._zero = module, zero_stage == 3, deepspeed.zero
@@ -98,15 +111,17 @@ class DeepSpeedEngine(Engine):
         self._world_size, self._offload = world_size, offload
         autocast = zero_stage == 0 and dtype != torch.float32
         self._autocast = torch.autocast(device.type, dtype=dtype if autocast else None, enabled=autocast)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=autocast and dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=initial_scale(world_size), enabled=autocast and dtype == torch.float16
+        )
         if zero_stage == 0 or dtype == torch.float32:
             module.float()
         self.optimizer = create_optimizer(groups, settings)
-        self.engine, *_ = deepspeed.initialize(
+        self.engine = _initialize(
+            deepspeed,
             model=_Autocast(module, device.type, dtype) if autocast else module,
             optimizer=self.optimizer,
             config=config,
-            dist_init_required=False,
         )
         self.schedule = Schedule(self.optimizer.param_groups, settings)
         self._finite = FiniteGradients(self._parameters)
@@ -209,7 +224,7 @@ class FrozenDeepSpeedEngine:
             offload=offload, dtype=dtype, micro_batch_size=micro_batch_size, world_size=world_size
         )
         self.module, self._zero = module.requires_grad_(False), deepspeed.zero
-        self.engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+        self.engine = _initialize(deepspeed, model=module, config=config)
         self.engine.eval()
 
     @torch.no_grad()

@@ -13,15 +13,16 @@ from .optimizers import Schedule, create_optimizer, is_norm, parameter_groups
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Hold frozen floating-point parameters in a low precision; trainable ones and norms stay as they are.
+    """Hold the frozen matrices in a low precision; what is trainable, norms and embeddings stay as they are.
 
-    Norms are small and summed with care, so they gain nothing from it.
+    Under autocast the matrices are rounded to it before every product anyway. Embeddings would not be, so a model
+    trained in float32 and its frozen copy give the same numbers.
     """
     for child in module.modules():
-        if is_norm(child):
+        if is_norm(child) or isinstance(child, nn.Embedding):
             continue
         for parameter in child.parameters(recurse=False):
-            if not parameter.requires_grad and parameter.is_floating_point():
+            if not parameter.requires_grad and parameter.is_floating_point() and parameter.ndim > 1:
                 parameter.data = parameter.data.to(dtype)
 
 

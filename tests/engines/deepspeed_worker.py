@@ -1,0 +1,356 @@
+"""One rank of the DeepSpeed tests: runs every case in one process group and writes what failed as JSON.
+
+Started by test_deepspeed.py, once with one rank and once with two; RANK and WORLD_SIZE come from the environment.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from alpaca_rlhf.engines.base import Engine, OptimizerSettings, StepReport
+from alpaca_rlhf.engines.plain import PlainEngine
+from tests.tiny import tiny_gpt2, tiny_llama
+
+CPU = torch.device("cpu")
+# eps well above the rounding noise of a gradient: GPT-2's key bias has gradient 0 in exact arithmetic, and Adam would
+# blow the noise up to a full step. The norm limit is below every gradient norm met here, so each step clips.
+SETTINGS = OptimizerSettings(1e-2, 0.1, 2e-2, "cosine", 2, 8, max_grad_norm=0.5, eps=1e-3)
+ROWS = torch.randint(3, 60, (32, 12), generator=torch.Generator().manual_seed(0))
+PLAN = (2, 3, 1, 2)  # micro-batches of each rank per optimizer step: uneven on purpose
+STAGES = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
+LossOf = Callable[[Engine, Tensor], Tensor]
+
+
+def world() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def deepspeed_engine(module: nn.Module, stage: int, offload: bool = False, dtype=torch.float32, settings=SETTINGS):
+    from alpaca_rlhf.engines.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(
+        module, settings, device=CPU, dtype=dtype, zero_stage=stage, offload=offload, micro_batch_size=1,
+        micro_batches_per_step=max(PLAN), world_size=world()[1],
+    )  # fmt: skip
+
+
+def plain_engine(module: nn.Module, dtype=torch.float32, settings=SETTINGS) -> PlainEngine:
+    return PlainEngine(module, settings, device=CPU, dtype=dtype)
+
+
+def causal_loss(engine: Engine, rows: Tensor) -> Tensor:
+    return engine(input_ids=rows, labels=rows).loss
+
+
+def train_step(engine: Engine, step: int, loss_of: LossOf = causal_loss, factor: float = 1.0) -> None:
+    """Accumulate one step: a sum over rows of all ranks, unequally weighted; the plain engine does all of them."""
+    rank, size = world()
+    plain = isinstance(engine, PlainEngine)
+    mine = [(i, r) for i in range(PLAN[step]) for r in (range(size) if plain else [rank])]
+    with engine.training_mode():
+        for position, (i, r) in enumerate(mine):
+            row = ROWS[(8 * step + size * i + r) % len(ROWS)][None]
+            loss = loss_of(engine, row) * factor * (1 + i + r) / (PLAN[step] * size)
+            engine.accumulate(loss, last=position == len(mine) - 1)
+
+
+def train(engine: Engine, loss_of: LossOf = causal_loss) -> list[StepReport]:
+    reports = []
+    for step in range(len(PLAN)):
+        train_step(engine, step, loss_of)
+        assert engine.gradients_finite()
+        reports.append(engine.step())
+    return reports
+
+
+def assert_same_weights(engine: Engine, plain: PlainEngine, submodule=None, plain_submodule=None) -> None:
+    ours, theirs = engine.full_state_dict(submodule), plain.full_state_dict(plain_submodule)
+    if world()[0] > 0:
+        assert ours == {}
+        return
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert ours[name].shape == theirs[name].shape and ours[name].device == CPU
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def same_numbers(stage: int, offload: bool) -> None:
+    engine, plain = deepspeed_engine(tiny_llama(), stage, offload), plain_engine(tiny_llama())
+    reports, expected = train(engine), train(plain)
+    assert all(report.grad_norm > SETTINGS.max_grad_norm for report in expected)
+    for report, other in zip(reports, expected, strict=True):
+        assert not report.skipped and report.learning_rates == other.learning_rates
+        assert abs(report.grad_norm - other.grad_norm) < 1e-5
+    assert_same_weights(engine, plain)
+    assert_same_weights(engine, plain, engine.module.model.layers[0], plain.module.model.layers[0])
+
+
+def averaging_would_be_seen(stage: int, offload: bool) -> None:
+    """The twin that must fail: a gradient divided by the number of ranks or micro-batches gives other weights."""
+    settings = replace(SETTINGS, max_grad_norm=0.0)
+    engine = deepspeed_engine(tiny_llama(), stage, offload, settings=settings)
+    plain = plain_engine(tiny_llama(), settings=settings)
+    train(engine), train(plain, lambda e, rows: causal_loss(e, rows) / 2)
+    if world()[0] == 0:
+        try:
+            assert_same_weights(engine, plain)
+        except AssertionError:
+            return
+        raise AssertionError("halved gradients went unnoticed")
+    engine.full_state_dict()
+
+
+def z07_discard_finite(stage: int, offload: bool) -> None:
+    """Steps 1 and 2 are discarded, with finite gradients: the run goes on as if it had never seen them."""
+    engine, plain = deepspeed_engine(tiny_llama(), stage, offload), plain_engine(tiny_llama())
+    for step in range(len(PLAN)):
+        train_step(engine, step)
+        if step in (1, 2):
+            report = engine.discard()
+            assert report.skipped
+            plain.schedule.step()
+        else:
+            engine.step()
+            train_step(plain, step)
+            plain.step()
+        assert engine.learning_rates == plain.learning_rates
+    assert_same_weights(engine, plain)
+
+
+def z07_p14_infinite_on_one_rank(stage: int, offload: bool, dtype: torch.dtype) -> None:
+    engine = deepspeed_engine(tiny_llama(), stage, offload, dtype)
+    rank, size = world()
+    train_step(engine, 0)
+    assert not engine.step().skipped
+    before, scale = engine.full_state_dict(), loss_scale(engine)
+    train_step(engine, 1)
+    engine.discard()
+    assert loss_scale(engine) == scale, "finite gradients must not lower the loss scale"
+    for leave in (engine.discard, engine.step):  # step() must refuse too, for a caller that did not look
+        train_step(engine, 1, factor=float("inf") if rank == size - 1 else 1.0)
+        assert engine.gradients_finite() == (rank != size - 1)
+        report = leave()
+        assert report.skipped
+    after = engine.full_state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    if dtype == torch.float16:
+        assert loss_scale(engine) == scale / 4
+    train_step(engine, 3)
+    assert not engine.step().skipped
+    later = engine.full_state_dict()
+    assert all(torch.isfinite(tensor).all() for tensor in later.values())
+    assert not later or any(not torch.equal(later[name], before[name]) for name in later)
+
+
+def loss_scale(engine) -> float:
+    ours = engine.scaler.get_scale()
+    if ours != 1.0 or not engine.engine.fp16_enabled():
+        return ours
+    return float(engine.engine.optimizer.loss_scale)
+
+
+def low_precision_learns(stage: int, offload: bool, dtype: torch.dtype) -> None:
+    engine, plain = deepspeed_engine(tiny_llama(), stage, offload, dtype), plain_engine(tiny_llama(), dtype)
+    assert not any(report.skipped for report in train(engine))
+    train(plain)
+    with torch.no_grad():
+        loss, other = causal_loss(engine, ROWS).item(), causal_loss(plain, ROWS).item()
+    # Weights held in bfloat16 have 8 bits: losses of about 4 agree to some thousandths.
+    assert abs(loss - other) < 2e-2, (loss, other)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def lora_only(stage: int, offload: bool) -> None:
+    """Only LoRA is trained; between the steps the adapters are switched off, as for the reference model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    engine, plain = deepspeed_engine(with_lora(tiny_llama()), stage, offload), plain_engine(with_lora(tiny_llama()))
+    base = tiny_llama()(input_ids=ROWS[:2]).logits
+    for one in (engine, plain):
+        for step in range(len(PLAN)):
+            train_step(one, step)
+            report = one.step()
+            assert list(report.learning_rates) == ["lora"]
+            layers = [layer for layer in one.module.modules() if isinstance(layer, BaseTunerLayer)]
+            [layer.enable_adapters(False) for layer in layers]
+            with torch.no_grad(), one.evaluation_mode():
+                torch.testing.assert_close(one(input_ids=ROWS[:2]).logits, base, atol=1e-5, rtol=1e-5)
+            [layer.enable_adapters(True) for layer in layers]
+            for name, parameter in one.module.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+    state = engine.full_state_dict()
+    assert not state or any("lora_B" in name and tensor.abs().max() > 0 for name, tensor in state.items())
+    assert_same_weights(engine, plain)
+
+
+class Output(NamedTuple):
+    loss: Tensor
+    nothing: None = None
+
+
+class Wrapped(nn.Module):
+    """Parameters of its own, one of them unused, and a named tuple as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_gpt2()  # tied embeddings
+        self.gain = nn.Parameter(torch.full((1,), 0.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, rows: Tensor) -> Output:
+        return Output(self.model(input_ids=rows, labels=rows).loss * self.gain.sum())
+
+
+def tied_unused_and_named_tuple(stage: int, offload: bool) -> None:
+    engine, plain = deepspeed_engine(Wrapped(), stage, offload), plain_engine(Wrapped())
+
+    def loss_of(one: Engine, rows: Tensor) -> Tensor:
+        return one(rows).loss
+
+    train(engine, loss_of), train(plain, loss_of)
+    assert_same_weights(engine, plain)
+
+
+def gathered_generation(stage: int, offload: bool) -> None:
+    """Inside gathered() every rank generates as long as it likes; training afterwards is not disturbed (Z-02)."""
+    engine, plain = deepspeed_engine(tiny_llama(), stage, offload), plain_engine(tiny_llama())
+    for _ in range(2):
+        with engine.evaluation_mode(), engine.gathered():
+            tokens = 2 + 3 * world()[0]
+            made = engine.module.generate(ROWS[:2, :5], max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+            assert made.shape == (2, 5 + tokens)
+            inside = engine.module(input_ids=ROWS[:2]).logits
+        assert not inside.requires_grad
+        with torch.no_grad(), engine.evaluation_mode():
+            torch.testing.assert_close(engine(input_ids=ROWS[:2]).logits, inside)
+        train(engine), train(plain)
+    assert_same_weights(engine, plain)
+
+
+def frozen_agrees(stage: int, offload: bool, dtype: torch.dtype) -> None:
+    from alpaca_rlhf.engines.frozen import freeze
+
+    engine = deepspeed_engine(tiny_llama(), stage, offload, dtype)
+    frozen = freeze(tiny_llama(), device=CPU, dtype=dtype, zero_stage=stage, offload=offload, world_size=world()[1])
+    assert frozen.sharded == (stage == 3)
+    with torch.no_grad(), engine.evaluation_mode():
+        expected = engine(input_ids=ROWS[:2]).logits
+    for _ in range(2):
+        scores = frozen(input_ids=ROWS[:2]).logits
+        torch.testing.assert_close(scores, expected, atol=1e-6, rtol=1e-6)
+        assert not scores.requires_grad
+        with frozen.gathered():
+            torch.testing.assert_close(frozen.module(input_ids=ROWS[:2]).logits, expected, atol=1e-6, rtol=1e-6)
+
+
+def two_engines_at_once(stage: int, offload: bool) -> None:
+    """Actor and critic at different stages, stepped in turn, the actor with gradient checkpointing."""
+    actor, critic = deepspeed_engine(checkpointed(), stage, offload), deepspeed_engine(tiny_llama(seed=1), 3 - stage)
+    plains = plain_engine(checkpointed()), plain_engine(tiny_llama(seed=1))
+    for step in range(len(PLAN)):
+        for engine in (actor, critic, *plains):
+            train_step(engine, step)
+        for engine in (actor, critic, *plains):
+            engine.step()
+    assert_same_weights(actor, plains[0])
+    assert_same_weights(critic, plains[1])
+
+
+def checkpointed() -> nn.Module:
+    model = tiny_llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def s05_modes(stage: int, offload: bool) -> None:
+    module = tiny_gpt2(dropout=0.5)
+    engine = deepspeed_engine(module, stage, offload)
+    module.transformer.h[0].train()
+    flags = [child.training for child in module.modules()]
+    with engine.evaluation_mode():
+        assert not any(child.training for child in module.modules())
+        assert torch.equal(engine(input_ids=ROWS[:1]).logits, engine(input_ids=ROWS[:1]).logits)
+    with engine.training_mode():
+        assert all(child.training for child in module.modules())
+    assert flags == [child.training for child in module.modules()]
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """Every case by name."""
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    table = {}
+
+    def add(case: Callable, stage: int, offload: bool, *dtypes: torch.dtype) -> None:
+        name = f"{case.__name__}-stage{stage}" + ("_offload" if offload else "")
+        for dtype in dtypes:
+            table[f"{name}-{str(dtype).removeprefix('torch.')}"] = partial(case, stage, offload, dtype)
+        if not dtypes:
+            table[name] = partial(case, stage, offload)
+
+    for stage, offload in STAGES:
+        add(same_numbers, stage, offload)
+        add(z07_discard_finite, stage, offload)
+        add(z07_p14_infinite_on_one_rank, stage, offload, *((fp16,) if offload else (fp32, bf16, fp16)))
+        if not offload:
+            for case in (averaging_would_be_seen, lora_only, tied_unused_and_named_tuple, gathered_generation):
+                add(case, stage, offload)
+            add(low_precision_learns, stage, offload, bf16)
+            add(frozen_agrees, stage, offload, bf16)
+    add(frozen_agrees, 3, True, fp32)
+    add(s05_modes, 3, False)
+    add(two_engines_at_once, 2, False)
+    add(two_engines_at_once, 0, False)
+    return table
+
+
+def main(results: Path, single: bool) -> None:
+    """Run the cases (alone: only the numbers of each stage), gather the failures of all ranks on rank 0."""
+    rank, size = world()
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    failures = {}
+    for name, case in cases().items():
+        if single and not name.startswith("same_numbers"):
+            continue
+        start = time.monotonic()
+        try:
+            case()
+            mine = None
+        except Exception:
+            mine = traceback.format_exc()
+        everyone: list = [mine]
+        if size > 1:
+            everyone = [None] * size
+            dist.all_gather_object(everyone, mine)
+        failures[name] = [f"rank {r}: {text}" for r, text in enumerate(everyone) if text]
+        if rank == 0:
+            print(f"{time.monotonic() - start:6.2f} s  {name}", flush=True)
+            results.write_text(json.dumps(failures))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), single=sys.argv[2] == "1")
