@@ -7,6 +7,7 @@ text. AutoModelForCausalLM and AutoTokenizer load the directory offline.
 import argparse
 import io
 import json
+import tempfile
 from pathlib import Path
 
 from alpaca_rlhf.demo.world import make_files
@@ -37,16 +38,20 @@ def train_tokenizer(directory: Path) -> None:
     from transformers import LlamaTokenizer
 
     model = io.BytesIO()
+    lines = (line for text in demo_text() for line in text.split("\n"))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in demo_text() for line in text.split("\n")), model_writer=model, model_type="bpe", vocab_size=VOCABULARY,
+        sentence_iterator=lines, model_writer=model, model_type="bpe", vocab_size=VOCABULARY,
         unk_id=UNK_ID, bos_id=BOS_ID, eos_id=EOS_ID, pad_id=PAD_ID, byte_fallback=True, character_coverage=1.0,
-        split_digits=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
+        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1,
+        minloglevel=2,
     )  # fmt: skip
+    # transformers prefers files of its own that an earlier run may have left in the directory: read from an empty one
+    with tempfile.TemporaryDirectory() as fresh:
+        (Path(fresh) / "tokenizer.model").write_bytes(model.getvalue())
+        tokenizer = LlamaTokenizer.from_pretrained(
+            fresh, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
+        )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
-    tokenizer = LlamaTokenizer.from_pretrained(
-        directory, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
-    )
     tokenizer.save_pretrained(directory)
 
 
