@@ -17,7 +17,7 @@ from alpaca_rlhf.arguments.schema import ModelArguments, Step3Arguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Actor, Critic, Reference, Reward
 from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, vocabulary_size
-from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
+from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel, SharedRewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import adapters_disabled
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
@@ -74,14 +74,14 @@ class RLHFEngine:
         module = load(notice=run.print, dropout=args.critic.dropout)
         reward = partial(Reward, eos_id=self.eos_ids[0], pad_id=self.pad_id,
                          positions=getattr(module.model.config, "max_position_embeddings", None))  # fmt: skip
-        shared = module.share_backbone() if self._shares(args.critic) else None
+        head = module.frozen_head() if self._shares(args.critic) else None  # as it is before the next line
         if reward_stats is not None:
             module.fold_normalization(reward_stats.mean, reward_stats.std)  # values and rewards then share a scale
         self._adapt("critic", module.model, args.critic, keep_trainable=module.head_parameters())
         engine = self._engine(module, args.critic)
         critic = Critic(engine, module, clip=args.ppo.clip_value)
-        if shared is not None:
-            return critic, reward(shared.to(run.device), around=engine.evaluation_mode)
+        if head is not None:
+            return critic, reward(SharedRewardModel(engine, module, head), around=engine.evaluation_mode)
         frozen = load(notice=_say_nothing, dtype=run.dtype)
         return critic, reward(self._freeze(frozen, args.critic, args.offload_reward_model))
 
