@@ -121,8 +121,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor | None = None, center: bool 
         float32, the shape of ``x``, 0 where the mask is 0. With no counted element: all 0.
     """
     count, total, total_sq = (_measure(x, mask) if moments is None else moments).double().unbind()
-    count = count.clamp(min=1.0)  # no counted element: everything below is 0, and so is the result
-    mean = total / count
+    mean = total / count  # NaN for no counted element, and then the mask takes everything
     variance = (total_sq / count - mean.square()).clamp(min=0.0)  # rounding can leave a variance of -1e-20
     scaled = (x.double() - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)
     return keep((scaled if center else scaled + mean).float(), mask)

@@ -90,8 +90,10 @@ def test_trim_after_select_narrows_to_the_rows_kept_and_undoes_concat():
 
 def test_trim_keeps_one_column_of_each_part_when_every_row_is_a_filler():
     whole = record([1, 1], [3, 2], 4, 3)
-    filler = replace(whole, response_mask=torch.zeros_like(whole.response_mask), row_mask=torch.zeros(2)).trim()
-    assert (filler.prompt_length, filler.response_length) == (1, 1)
+    filler = replace(whole, response_mask=torch.zeros_like(whole.response_mask), row_mask=torch.zeros(2))
+    nothing = replace(filler, attention_mask=torch.zeros_like(whole.attention_mask))
+    for record_ in (filler.trim(), nothing.trim()):
+        assert (record_.prompt_length, record_.response_length) == (1, 1)
 
 
 def test_to_moves_every_tensor():

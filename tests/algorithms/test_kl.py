@@ -61,6 +61,12 @@ def test_k3_is_never_negative_not_even_by_rounding():
     assert kl_estimate(close, torch.zeros(20001), "k3").min() >= 0
 
 
+def test_must_fail_k3_with_a_plain_exponential():
+    close = torch.linspace(-1e-3, 1e-3, 20001)
+    with pytest.raises(AssertionError):
+        assert (close.neg().exp() - 1 + close).min() >= 0
+
+
 def test_estimates_are_float32_and_bad_arguments_are_refused():
     assert kl_estimate(POLICY.bfloat16(), REFERENCE.bfloat16(), "k1").dtype == torch.float32
     with pytest.raises(ValueError, match="k1, abs, k2, k3"):

@@ -171,6 +171,18 @@ def test_per_token_loss_equals_the_loop_over_pairs_and_has_no_gradient_off_the_c
     assert touched == {(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 4)}
 
 
+def test_a_filler_pair_of_nan_leaks_into_neither_per_token_loss_nor_gradient():
+    rows = {name: torch.tensor([row, row], dtype=torch.float32) for name, row in PAIR.items()}
+    for name in ("chosen_values", "rejected_values"):
+        rows[name][1] = NAN
+        rows[name].requires_grad_()
+    loss = per_token_pairwise_loss_sum(**rows, divergence=torch.tensor([2, 2]), row_mask=torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(loss, per_token())
+    loss.backward()
+    for name in ("chosen_values", "rejected_values"):
+        assert rows[name].grad[0].abs().sum() > 0 and rows[name].grad[1].abs().sum() == 0
+
+
 # --- step 3 ---
 
 

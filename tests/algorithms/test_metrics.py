@@ -148,6 +148,14 @@ def test_explained_variance_by_hand():
     assert math.isnan(explained_variance(returns, returns, torch.zeros(1, 4)))
 
 
+def test_explained_variance_of_equal_returns_is_nan_and_not_what_rounding_left():
+    count, total, total_sq = 3.0, 0.3 + 0.3 + 0.3, 0.3**2 + 0.3**2 + 0.3**2
+    assert total_sq / count - (total / count) ** 2 > 0  # the plain formula sees a variance here
+    error = torch.tensor([3.0, 0.0, 2.0], dtype=torch.float64)
+    returns = torch.tensor([count, total, total_sq], dtype=torch.float64)
+    assert math.isnan(explained_variance_from_moments(error, returns))
+
+
 def test_must_fail_explained_variance_with_the_padding_counted_or_without_centering():
     values, returns = torch.tensor([[1.5, 2.5, 3.5, 9.0]]), torch.tensor([[1.0, 2.0, 3.0, 0.0]])
     right = explained_variance(values, returns, torch.tensor([[1, 1, 1, 0]]))

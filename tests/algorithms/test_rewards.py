@@ -97,6 +97,7 @@ def test_P07_the_score_lands_on_the_last_action_only():
     expected = [[0, 0, 2.0, 0, 0], [0, 0, 0, 0, 3.0], [-1.0, 0, 0, 0, 0], [0] * 5]
     torch.testing.assert_close(rewards, torch.tensor(expected))
     assert last_action_mask(MASK).tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [0] * 5]
+    assert last_action_mask(torch.tensor([[0, 1, 0, 1, 0]])).tolist() == [[0, 0, 0, 1, 0]]
 
 
 def test_rewards_equal_the_loop_and_ignore_the_padding():
