@@ -18,12 +18,16 @@ def cast_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     Under autocast the matrices are rounded to it before every product anyway. Embeddings would not be, so a model
     trained in float32 and its frozen copy give the same numbers.
     """
-    for child in module.modules():
-        if is_norm(child) or isinstance(child, nn.Embedding):
-            continue
-        for parameter in child.parameters(recurse=False):
-            if not parameter.requires_grad and parameter.is_floating_point() and parameter.ndim > 1:
-                parameter.data = parameter.data.to(dtype)
+    kept = {
+        id(parameter)
+        for child in module.modules()
+        if is_norm(child) or isinstance(child, nn.Embedding)
+        for parameter in child.parameters(recurse=False)
+    }  # by identity: a tied output layer is an embedding too
+    for parameter in module.parameters():
+        frozen_matrix = not parameter.requires_grad and parameter.is_floating_point() and parameter.ndim > 1
+        if frozen_matrix and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 class PlainEngine(Engine):
