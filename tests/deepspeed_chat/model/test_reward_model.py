@@ -190,7 +190,7 @@ def test_folded_normalization_and_its_offset_survive_saving(tmp_path, texts, mak
     assert model.offset is None
     mean, std = -30.123456789, 0.37
     model.fold_normalization(mean, std)
-    assert model.offset.shape == () and model.offset.dtype == torch.float32
+    assert model.offset.shape == (1,) and model.offset.dtype == torch.float32
     assert model.head_parameters()[-1] is model.offset
     folded = model(ids, mask)
     torch.testing.assert_close(folded.scores, (raw.scores - mean) / std)

@@ -94,8 +94,8 @@ class RewardModel(nn.Module):
     ``config.score_offset``, which transformers does not know.
 
     The value at a token is ``head(hidden) + base_offset + offset`` in float32, whatever type the weights have.
-    ``offset`` is a trainable () parameter that starts at 0, ``base_offset`` a Python float: engines that cast the
-    parameters to half precision then keep the shift exact.
+    ``offset`` is a trainable parameter of shape (1,) (DeepSpeed cannot hold ()) that starts at 0; ``base_offset`` is a
+    Python float, so engines that cast the parameters to half precision keep the shift exact.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -267,7 +267,7 @@ class RewardModel(nn.Module):
 
     def _set_offset(self, value: float) -> None:
         self.base_offset = value
-        self.offset = nn.Parameter(torch.zeros((), dtype=torch.float32, device=self.model.score.weight.device))
+        self.offset = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=self.model.score.weight.device))
 
 
 class SharedRewardModel(nn.Module):
