@@ -110,7 +110,7 @@ drop_lock() {
 install_pins() {
     "$python" -c 'import pip' 2>/dev/null ||
         die "the environment $1 has no pip: run '$python -m ensurepip' (Debian, Ubuntu: apt-get install python3-pip) first"
-    say "installing the pinned requirements into $1 (some minutes; about 2 GB, more with a CUDA build of torch)"
+    say "installing the pinned requirements into $1 (some minutes; 1.7 GB, more with a CUDA build of torch)"
     log=$1/alpaca_rlhf_install.log
     if ! "$python" -m pip install --disable-pip-version-check -r "$repo/requirements.txt" >"$log" 2>&1; then
         reason=$(grep -i '^ *error' "$log" | tail -n 1)
