@@ -29,7 +29,7 @@ WORDS = (
 PAIRS = [
     {"prompt": "Human: name a colour Assistant:", "chosen": " blue", "rejected": " seven"},
     {"prompt": "Human: what is the sky Assistant:", "chosen": " the sky is blue", "rejected": " no"},
-    {"prompt": "Human: do dog and cat like water Assistant:", "chosen": " yes", "rejected": " story of the sun and moon"},
+    {"prompt": "Human: do dog and cat like water Assistant:", "chosen": " yes", "rejected": " story of the sun"},
     {"prompt": "Human: name a small tree Assistant:", "chosen": " green pears", "rejected": " bad"},
     {"prompt": "Human: why is the sun big Assistant:", "chosen": " the sun is big", "rejected": " a cat eats"},
     {"prompt": "Human: story of a dog please Assistant:", "chosen": " a dog runs and eats", "rejected": " dog"},
@@ -50,7 +50,7 @@ def word_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer(directory: Path) -> LlamaTokenizer:
-    """A LLaMA tokenizer on a sentencepiece model trained on a few lines; ``]{`` is one piece, ids 0..2 unk, bos, eos."""
+    """A LLaMA tokenizer on a sentencepiece model of a few lines; ``]{`` is one piece, ids 0..2 unk, bos, eos."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     lines = [" ".join(WORDS[(7 * i + j * j) % len(WORDS)] for j in range(9)) + " ]{ x" for i in range(60)]

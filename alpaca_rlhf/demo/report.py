@@ -8,6 +8,7 @@ from typing import Any
 from alpaca_rlhf.demo.gold import gold_score
 
 SIDE_BY_SIDE = 5
+FIGURES = ("mean_tokens", "ended_share", "distinct_2", "list_share", "kl")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -30,7 +31,8 @@ def step_result(name: str, output: Path) -> str:
         return f"accuracy {last(metrics, 'eval_accuracy'):.3f} on {last(metrics, 'eval_count'):.0f} held-out pairs"
     if name == "ppo":
         metrics = read_metrics(output / "rlhf")
-        return f"normalised score {metrics[0]['normalized_score']:.2f} → {metrics[-1]['normalized_score']:.2f}, KL {last(metrics, 'kl'):.2f}"
+        before, after = metrics[0]["normalized_score"], metrics[-1]["normalized_score"]
+        return f"normalised score {before:.2f} → {after:.2f}, KL {last(metrics, 'kl'):.2f}"
     return "done"
 
 
@@ -51,7 +53,7 @@ def build_report(output: Path, data: Path, model: str, seed: int, seconds: dict[
     for side in ("sft", "rlhf"):
         answers = comparison["models"][side]["answers"]
         gold = [gold_score(prompt, answer["text"]) for prompt, answer in zip(prompts, answers, strict=True)]
-        own = {key: comparison["models"][side][key] for key in ("mean_tokens", "ended_share", "distinct_2", "list_share", "kl")}
+        own = {key: comparison["models"][side][key] for key in FIGURES}
         sides[side] = {"gold_mean": statistics.fmean(gold), "gold_std": statistics.pstdev(gold), **own, "gold": gold}
     gold_pairs = list(zip(sides["rlhf"].pop("gold"), sides["sft"].pop("gold"), strict=True))
     sides["rlhf"]["win_rate"] = statistics.fmean((a > b) + 0.5 * (a == b) for a, b in gold_pairs)

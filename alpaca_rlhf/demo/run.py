@@ -35,47 +35,146 @@ class Sizes(NamedTuple):
 TINY = Sizes(
     prompt_tokens=96,
     answer_tokens=96,
-    sft=("--learning_rate", "3e-3", "--num_train_epochs", "6", "--per_device_train_batch_size", "32",
-         "--num_warmup_steps", "20", "--weight_decay", "0.1"),
-    reward_model=("--learning_rate", "5e-4", "--num_train_epochs", "3", "--per_device_train_batch_size", "16",
-                  "--num_warmup_steps", "10"),
-    ppo=("--actor_learning_rate", "3e-4", "--critic_learning_rate", "5e-4", "--per_device_train_batch_size", "64",
-         "--per_device_mini_train_batch_size", "32", "--ppo_epochs", "2", "--num_warmup_steps", "5", "--kl_coef", "0.1",
-         "--lr_scheduler_type", "constant_with_warmup", "--max_steps", "40", "--num_train_epochs", "3"),
+    sft=(
+        "--learning_rate",
+        "3e-3",
+        "--num_train_epochs",
+        "6",
+        "--per_device_train_batch_size",
+        "32",
+        "--num_warmup_steps",
+        "20",
+        "--weight_decay",
+        "0.1",
+    ),
+    reward_model=(
+        "--learning_rate",
+        "5e-4",
+        "--num_train_epochs",
+        "3",
+        "--per_device_train_batch_size",
+        "16",
+        "--num_warmup_steps",
+        "10",
+    ),
+    ppo=(
+        "--actor_learning_rate",
+        "3e-4",
+        "--critic_learning_rate",
+        "5e-4",
+        "--per_device_train_batch_size",
+        "64",
+        "--per_device_mini_train_batch_size",
+        "32",
+        "--ppo_epochs",
+        "2",
+        "--num_warmup_steps",
+        "5",
+        "--kl_coef",
+        "0.1",
+        "--lr_scheduler_type",
+        "constant_with_warmup",
+        "--max_steps",
+        "40",
+        "--num_train_epochs",
+        "3",
+    ),
     prompts=300,
-)  # fmt: skip
+)
 LORA = ("--only_optimize_lora",)
+_LAYERS = "q_proj,k_proj,v_proj,o_proj"
 SMOLLM2 = Sizes(
     prompt_tokens=128,
     answer_tokens=64,
-    sft=("--learning_rate", "1e-3", "--per_device_train_batch_size", "8", "--max_steps", "40", "--lora_dim", "8",
-         "--lora_module_name", "q_proj,k_proj,v_proj,o_proj", "--lora_alpha", "16", *LORA),
-    reward_model=("--learning_rate", "1e-3", "--per_device_train_batch_size", "8", "--max_steps", "40", "--lora_dim", "8",
-                  "--lora_module_name", "q_proj,k_proj,v_proj,o_proj", "--lora_alpha", "16", *LORA),
-    ppo=("--actor_learning_rate", "2e-4", "--critic_learning_rate", "2e-4", "--per_device_train_batch_size", "16",
-         "--per_device_mini_train_batch_size", "8", "--num_warmup_steps", "2", "--max_steps", "8", "--kl_coef", "0.1",
-         "--actor_lora_dim", "8", "--actor_lora_module_name", "q_proj,k_proj,v_proj,o_proj", "--actor_lora_alpha", "16",
-         "--critic_lora_dim", "8", "--critic_lora_module_name", "q_proj,k_proj,v_proj,o_proj",
-         "--critic_lora_alpha", "16", *LORA),
+    sft=(
+        "--learning_rate",
+        "1e-3",
+        "--per_device_train_batch_size",
+        "8",
+        "--max_steps",
+        "40",
+        "--lora_dim",
+        "8",
+        "--lora_module_name",
+        _LAYERS,
+        "--lora_alpha",
+        "16",
+        *LORA,
+    ),
+    reward_model=(
+        "--learning_rate",
+        "1e-3",
+        "--per_device_train_batch_size",
+        "8",
+        "--max_steps",
+        "40",
+        "--lora_dim",
+        "8",
+        "--lora_module_name",
+        _LAYERS,
+        "--lora_alpha",
+        "16",
+        *LORA,
+    ),
+    ppo=(
+        "--actor_learning_rate",
+        "2e-4",
+        "--critic_learning_rate",
+        "2e-4",
+        "--per_device_train_batch_size",
+        "16",
+        "--per_device_mini_train_batch_size",
+        "8",
+        "--num_warmup_steps",
+        "2",
+        "--max_steps",
+        "8",
+        "--kl_coef",
+        "0.1",
+        "--actor_lora_dim",
+        "8",
+        "--actor_lora_module_name",
+        _LAYERS,
+        "--actor_lora_alpha",
+        "16",
+        "--critic_lora_dim",
+        "8",
+        "--critic_lora_module_name",
+        _LAYERS,
+        "--critic_lora_alpha",
+        "16",
+        *LORA,
+    ),
     prompts=32,
-)  # fmt: skip
+)
 
 
 class StepFailed(Exception):
     """A program of the demo ended with this exit code; its own words are above."""
 
     def __init__(self, name: str, command: Sequence[str], code: int) -> None:
-        super().__init__(f"the demo stopped: {name} ended with exit code {code}; the command was\n  {shlex.join(command)}")
+        words = shlex.join(command)
+        super().__init__(f"the demo stopped: {name} ended with exit code {code}; the command was\n  {words}")
         self.code = code
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; see --help."""
-    parser = argparse.ArgumentParser(prog="sh run.sh demo", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny",
-                        help="tiny: a LLaMA made here; smollm2: SmolLM2-135M with LoRA, far slower (default tiny)")  # fmt: skip
-    parser.add_argument("--output_dir", type=Path, default=Path("output/demo"), help="folder of all outputs (default output/demo)")
+    parser = argparse.ArgumentParser(
+        prog="sh run.sh demo",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        choices=("tiny", "smollm2"),
+        default="tiny",
+        help="tiny: a LLaMA made here; smollm2: SmolLM2-135M with LoRA, far slower (default tiny)",
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("output/demo"), help="folder of all outputs (default output/demo)"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="seed of everything (default 1234)")
     return parser.parse_args(argv)
 
@@ -124,16 +223,74 @@ def commands(model: str, sizes: Sizes, output: Path, seed: int) -> list[tuple[st
 
     return [
         ("base", program("alpaca_rlhf.demo." + ("smollm2" if model == "smollm2" else "tiny_model"), base)),
-        ("sft", program(STEPS + "step1_supervised_finetuning.main", "--data_path", "MultiTurnAlpaca", "--data_split",
-                        "1,0,0", "--model_name_or_path", base, *whole, *sizes.sft, "--output_dir", sft, *same)),
-        ("reward_model", program(STEPS + "step2_reward_model_finetuning.main", *preferences, "--model_name_or_path", sft,
-                                 *whole, *sizes.reward_model, "--output_dir", reward, *same)),
-        ("ppo", program(STEPS + "step3_rlhf_finetuning.main", *preferences, "--actor_model_name_or_path", sft,
-                        "--critic_model_name_or_path", reward, *lengths, *sizes.ppo, "--output_dir", final, *same)),
-        ("compare", program("alpaca_rlhf.evaluation.compare_models", "--models", sft, f"{final}/actor", "--names", "sft",
-                            "rlhf", "--prompts", str(DATA / "prompts.jsonl"), "--max_prompts", str(sizes.prompts), *lengths,
-                            "--output_dir", str(output / "comparison"), *same)),
-    ]  # fmt: skip
+        (
+            "sft",
+            program(
+                STEPS + "step1_supervised_finetuning.main",
+                "--data_path",
+                "MultiTurnAlpaca",
+                "--data_split",
+                "1,0,0",
+                "--model_name_or_path",
+                base,
+                *whole,
+                *sizes.sft,
+                "--output_dir",
+                sft,
+                *same,
+            ),
+        ),
+        (
+            "reward_model",
+            program(
+                STEPS + "step2_reward_model_finetuning.main",
+                *preferences,
+                "--model_name_or_path",
+                sft,
+                *whole,
+                *sizes.reward_model,
+                "--output_dir",
+                reward,
+                *same,
+            ),
+        ),
+        (
+            "ppo",
+            program(
+                STEPS + "step3_rlhf_finetuning.main",
+                *preferences,
+                "--actor_model_name_or_path",
+                sft,
+                "--critic_model_name_or_path",
+                reward,
+                *lengths,
+                *sizes.ppo,
+                "--output_dir",
+                final,
+                *same,
+            ),
+        ),
+        (
+            "compare",
+            program(
+                "alpaca_rlhf.evaluation.compare_models",
+                "--models",
+                sft,
+                f"{final}/actor",
+                "--names",
+                "sft",
+                "rlhf",
+                "--prompts",
+                str(DATA / "prompts.jsonl"),
+                "--max_prompts",
+                str(sizes.prompts),
+                *lengths,
+                "--output_dir",
+                str(output / "comparison"),
+                *same,
+            ),
+        ),
+    ]
 
 
 if __name__ == "__main__":

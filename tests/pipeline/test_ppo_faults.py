@@ -153,7 +153,8 @@ def test_P14_one_bad_score_skips_the_rollout_and_the_run_goes_on(done, tmp_path,
 
 
 def test_P14_bad_scores_without_end_stop_the_run_and_keep_the_last_good_model(done, tmp_path, monkeypatch, capsys):
-    assert run_step(3, done, **trained(done), output_dir=tmp_path / "one", max_steps=1, lr_scheduler_type="constant") == 0
+    flags = {"max_steps": 1, "lr_scheduler_type": "constant"}
+    assert run_step(3, done, **trained(done), output_dir=tmp_path / "one", **flags) == 0
     original, calls = roles.Reward.score, []
 
     def broken(self, *args):

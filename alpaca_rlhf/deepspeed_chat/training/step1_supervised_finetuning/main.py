@@ -4,8 +4,8 @@
         --data_path data/preferences --model_name_or_path MODEL --output_dir output/actor
     sh run.sh --num_gpus 2 alpaca_rlhf/deepspeed_chat/training/step1_supervised_finetuning/main.py … --deepspeed
 
-The loss of an optimizer step is the mean over its trained tokens, however the step is cut into micro-batches and
-processes; perplexity is exp(total loss / total tokens) over the whole evaluation part.
+The loss of an optimizer step is the mean over its trained tokens, however the step is cut; perplexity is
+exp(total loss / total tokens) over the whole evaluation part.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,8 @@ def main(argv: list[str] | None = None) -> None:
           notice=run.print)  # fmt: skip
     module = CausalLM(model, vocabulary_limit=vocabulary_size(tokenizer))
     engine = create_engine(
-        module,
-        OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps),
-        run, deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
+        module, OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps), run,
+        deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
         micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,
     )  # fmt: skip
 
@@ -136,10 +135,9 @@ def batch_loss(engine: Engine, batch: dict) -> Tensor:
 def evaluate(engine: Engine, data: PromptData, pad_id: int, args: Step1Arguments, run: Run) -> dict[str, float]:
     """Perplexity over the trained tokens of the whole evaluation part, all ranks together; {} when there is none."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    share = {"batch_size": args.per_device_eval_batch_size, "rank": run.rank, "world_size": run.world_size}
     with engine.evaluation_mode(), torch.no_grad():
-        collate, size = partial(collate_sft, pad_id=pad_id), args.per_device_eval_batch_size
-        share = {"batch_size": size, "rank": run.rank, "world_size": run.world_size}
-        for batch in evaluation_batches(data.eval, collate, **share):
+        for batch in evaluation_batches(data.eval, partial(collate_sft, pad_id=pad_id), **share):
             batch = to_device(batch, run.device)
             sums += torch.stack([batch_loss(engine, batch), batch["response_mask"][:, 1:].sum()])
     loss, tokens = run.sum(sums).tolist()

@@ -69,9 +69,8 @@ def main(argv: list[str] | None = None) -> None:
     total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
 
     # model and engine
-    model = RewardModel.from_causal_lm(
-        args.model.path, tokenizer, seed=args.output.seed, notice=run.print, dropout=args.model.dropout
-    )
+    model = RewardModel.from_causal_lm(args.model.path, tokenizer, seed=args.output.seed, notice=run.print,
+                                       dropout=args.model.dropout)  # fmt: skip
     adapt(model.model, **args.model.adaptation(), only_optimize_lora=args.only_optimize_lora, seed=args.output.seed,
           notice=run.print, keep_trainable=model.head_parameters())  # fmt: skip
     engine = create_engine(
@@ -96,8 +95,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # export, with the distribution of the chosen answers' scores
     if args.output.output_dir:
-        measured, population = (data.eval, "evaluation") if len(data.eval) else (data.train, "training")
-        stats, population = scores(measured).chosen_stats(), f"chosen answers of the {population} part"
+        part = "evaluation" if len(data.eval) else "training"
+        stats, population = scores(data.eval or data.train).chosen_stats(), f"chosen answers of the {part} part"
         run.print(f"score of the {population}: mean {stats.mean:.6f}, std {stats.std:.6f}, count {stats.count}")
         state = engine.full_state_dict()
 
