@@ -18,12 +18,14 @@ _MANIFEST = ".output_files.json"  # the names the last output put here; everythi
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|access_?key|auth_?token|hf_?token|password|secret)s?$", re.IGNORECASE)
 
 
-def prepare_output_dir(path: str | Path) -> Path:
-    """Make the directory if need be and prove, by writing into it, that an output can be put there.
+def prepare_output_dir(path: str | Path | None) -> None:
+    """Make the directory if need be and prove, by writing into it, that an output can be put there; None: no output.
 
     Called before any work. An output that an earlier process had completed but not moved into place is put in place
     now. Raises UserError with the path and the system's reason.
     """
+    if path is None:
+        return
     directory = Path(path)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,6 @@ def prepare_output_dir(path: str | Path) -> Path:
         raise UserError(
             f"the output directory {directory} cannot be written ({error.strerror}): choose another one"
         ) from error
-    return directory
 
 
 def write_output(directory: Path, write: Callable[[Path], None]) -> None:

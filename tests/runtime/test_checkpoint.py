@@ -29,7 +29,8 @@ def writer(files):
 
 
 def test_a_new_directory_is_made_and_left_empty(tmp_path):
-    directory = prepare_output_dir(str(tmp_path / "a" / "b"))
+    directory = tmp_path / "a" / "b"
+    prepare_output_dir(str(directory))
     assert directory == tmp_path / "a" / "b"
     assert list(directory.iterdir()) == []
 

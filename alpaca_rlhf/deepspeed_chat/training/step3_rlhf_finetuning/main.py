@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """Prompts in, two trained models out."""
     args = parse_step3(argv)
     run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
-    if args.output.output_dir:
-        prepare_output_dir(args.output.output_dir)
+    prepare_output_dir(args.output.output_dir)
     reward_stats = check_inputs(args)
 
     # text → ids → batches of prompts
