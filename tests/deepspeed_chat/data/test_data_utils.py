@@ -388,6 +388,11 @@ def test_D01_a_failed_writer_leaves_nothing_that_looks_complete(encoder, tmp_pat
         with pytest.raises(OSError, match="no space left"):
             make(path, 3, encoder, tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", full)  # all is written, but not yet in its place
+        with pytest.raises(OSError, match="no space left"):
+            make(path, 3, encoder, tmp_path)
+    assert list((tmp_path / "cache").iterdir()) == []
     assert len(make(path, 3, encoder, tmp_path).train) == 3
     (entry,) = (tmp_path / "cache").iterdir()
     (entry / "report.json").unlink()  # damaged by hand: built again

@@ -144,6 +144,8 @@ def test_T04_a_marker_that_is_not_the_eos_still_ends_in_the_eos(tmp_path):
     assert decoded(encoder, [i for i, t in zip(ids, trained, strict=True) if t]) == "the sun is big</s>yes</s>"
     assert decoded(encoder, ids) == rendered(encoder, TURNS, "yes").removesuffix("<|end|>\n")
     assert decoded(encoder, ids).startswith("<s>\nuser: what is the sun<|end|>\nassistant: the sun is big</s><|end|>\n")
+    tokenizer.bos_token = None
+    assert rendered(TextEncoder(tokenizer), TURNS).startswith("\nuser: what")  # nothing of the template is lost
 
 
 def test_T05_one_bos_and_one_eos_whatever_the_template_and_the_answer_bring(tmp_path):

@@ -118,10 +118,11 @@ def create_prompt_dataset(
             create_dataset_split([c for _, c in chosen], step=step, encoder=encoder, max_len=max_len, workers=workers)
             for chosen in (train, evaluation)
         ]
+        train_items, eval_items = ([e.item for e in part if e.item is not None] for part in encoded)
         report = _report(sets, step, [train, evaluation], encoded)
         report["lines"] = _lines(sets, report, step) + blend_lines
         _check_any_left(report, encoded[0])
-        write_cache(folder, step, *([e.item for e in part if e.item] for part in encoded), report)
+        write_cache(folder, step, train_items, eval_items, report)
 
     run.write_once(lambda: is_complete(folder), write)
     train_rows, eval_rows, report = read_cache(folder, step)

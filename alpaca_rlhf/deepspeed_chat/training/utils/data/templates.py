@@ -310,7 +310,6 @@ class TextEncoder:
         content: dict = {"vocabulary": sorted(tokenizer.get_vocab().items())}
         if tokenizer.is_fast:
             content = json.loads(tokenizer.backend_tokenizer.to_str())
-            content.update(padding=None, truncation=None)  # the state of the last call, not of the tokenizer
         content["special"] = sorted(self._special_ids.items()), str(sorted(tokenizer.added_tokens_decoder.items()))
         content["ends"] = tokenizer.bos_token, tokenizer.eos_token
         content["template"] = self.chat_template, self._segments(("user", "assistant"))
