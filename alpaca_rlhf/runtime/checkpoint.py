@@ -56,6 +56,7 @@ def write_output(directory: Path, write: Callable[[Path], None]) -> None:
     writing.mkdir()
     try:
         write(writing)
+        _share(writing)
         names = sorted(entry.name for entry in writing.iterdir())
         (writing / _MANIFEST).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         writing.rename(directory / _COMPLETE)
@@ -96,6 +97,14 @@ def _move_into_place(directory: Path) -> None:
         _replace(decided, previous)
     with suppress(FileNotFoundError):
         complete.rmdir()
+
+
+def _share(folder: Path) -> None:
+    """Give files the mode that the user's umask asks for: some libraries make theirs readable to the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def _replace(source: Path, target: Path) -> None:

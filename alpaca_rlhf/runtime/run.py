@@ -179,6 +179,9 @@ def start_run(*, seed: int, dtype: str = "auto", local_rank: int = -1) -> Run:
     rank, local_rank, world_size = _ranks(local_rank)
     device = _device(local_rank)
     compute_dtype, notice = choose_dtype(dtype, device)
+    if device.type == "cpu":
+        # transformers imports an installed deepspeed when it saves; told the answer, it warns of no missing GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if world_size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)

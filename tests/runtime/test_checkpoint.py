@@ -143,3 +143,16 @@ def test_M05_a_credential_is_never_saved(tmp_path, name):
     with pytest.raises(AssertionError, match=name):
         save_arguments(tmp_path, {"output": [{name: "x"}]})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_get_the_mode_that_the_umask_asks_for(tmp_path):
+    def write(folder):
+        (folder / "weights").write_text("w")
+        (folder / "weights").chmod(0o600)
+
+    before = os.umask(0o022)
+    try:
+        write_output(tmp_path, write)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "weights").stat().st_mode & 0o777 == 0o644

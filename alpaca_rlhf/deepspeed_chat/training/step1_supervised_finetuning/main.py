@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, sft_only_paths=args.data.sft_only_paths,
         probs=args.data.probs, max_samples=args.data.max_samples, workers=args.data.workers,
     )  # fmt: skip
-    run.print("\n".join(data.lines))
+    run.print("\n".join([*encoder.notices, *data.lines]))
     accumulation = args.schedule.gradient_accumulation_steps
     loader = StepLoader(
         data.train, partial(collate_sft, pad_id=encoder.pad_id), micro_batch_size=args.per_device_train_batch_size,

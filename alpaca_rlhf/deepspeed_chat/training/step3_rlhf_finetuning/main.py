@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
         max_samples=args.data.max_samples, workers=args.data.workers,
     )  # fmt: skip
-    run.print("\n".join(data.lines))
+    run.print("\n".join([*encoder.notices, *data.lines]))
     prompts = StepLoader(
         data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
         micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
