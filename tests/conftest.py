@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
