@@ -19,16 +19,17 @@ SEED = 1
 CONVERSATIONS = {"train": 2000, "test": 200}
 PAIRS = {"train": 2000, "test": 300}
 PROMPTS = 300
-NOISE = 0.15  # temperature of the Bradley-Terry label noise, in units of the gold score
+NOISE = 0.22  # temperature of the Bradley-Terry label noise, in units of the gold score
 SECOND_TURNS = 0.5  # share of the conversations with a second question and answer
 FOLLOW_UPS = 0.2  # share of the pairs' prompts and of the held-out prompts that are a second question
 
 # Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
-SFT_STYLES = {"good": 17, "bare list": 9, "plain": 28, "terse": 15, "off-topic": 10, "cut off": 13, "rude": 8}
+SFT_STYLES = {"good": 17, "bare list": 9, "plain": 30, "terse": 16, "off-topic": 7, "cut off": 13, "rude": 8}
 PAIR_STYLES = {
-    "good": 26, "bare list": 9, "plain": 16, "terse": 10, "off-topic": 6, "off-topic list": 8, "cut off": 9, "rude": 5,
-    "confused": 7, "repeating": 3, "hollow list": 2,
+    "good": 28, "bare list": 11, "plain": 22, "terse": 16, "off-topic": 5, "off-topic list": 3, "cut off": 10, "rude": 8,
+    "confused": 1, "repeating": 2, "hollow list": 2,
 }  # fmt: skip
+SMALLEST_GAP = 0.2  # answers of nearer gold scores make no pair: people would not agree on them either
 
 
 def _first_questions(dice: Dice) -> dict[str, list[Question]]:
@@ -89,7 +90,7 @@ def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, 
         for question in dice.draw(questions, len(questions)):
             a, b = (write_answer(dice, question, dice.weighted(PAIR_STYLES)) for _ in range(2))
             gap = gold_score(question.prompt, a) - gold_score(question.prompt, b)
-            if abs(gap) < 0.01:
+            if abs(gap) < SMALLEST_GAP:
                 continue
             chosen, rejected = (a, b) if dice.chance(1 / (1 + math.exp(-gap / NOISE))) else (b, a)
             rows.append(

@@ -147,7 +147,7 @@ def all_first_questions() -> list[Question]:
 
 def short_answer(dice: Dice, question: Question) -> str:
     """A terse or plain answer: what an earlier turn of a conversation says, so that histories stay short."""
-    return write_answer(dice, question, dice.weighted({"terse": 2, "plain": 1}))
+    return write_answer(dice, question, dice.weighted({"terse": 1, "plain": 2}))
 
 
 def follow_up(dice: Dice, first: Question, answer: str) -> Question:
