@@ -147,3 +147,15 @@ def test_verify_saved_sees_one_changed_byte_a_missing_and_an_empty_tensor(tmp_pa
     save_file({name: tensor for name, tensor in saved.items() if name != embedding}, file)
     with pytest.raises(RuntimeError, match=embedding if tied else "missing"):
         verify_saved(tmp_path, state)
+
+
+def test_only_an_embedding_counts_as_tied(tmp_path):
+    model = tiny_llama(64, tie_word_embeddings=True)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.data.copy_(attention.q_proj.weight.data)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_model(tmp_path, model, state, word_tokenizer())
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "0.self_attn.k_proj" not in name}, file)
+    with pytest.raises(RuntimeError, match="k_proj.weight is missing"):
+        verify_saved(tmp_path, state)

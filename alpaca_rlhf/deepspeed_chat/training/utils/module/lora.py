@@ -207,8 +207,8 @@ def save_adapter(model: PreTrainedModel, state_dict: dict[str, Tensor], director
         raise RuntimeError(f"adapter tensors are missing or empty: {broken[:5]} ({len(broken)} of {len(names)})")
     config = LoraConfig(
         r=settings.r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout, target_modules=modules,
-        fan_in_fan_out=settings.fan_in_fan_out, modules_to_save=["score"] if scored else None,
-        task_type=TaskType.SEQ_CLS if scored else TaskType.CAUSAL_LM,
+        fan_in_fan_out=settings.fan_in_fan_out,
+        task_type=TaskType.SEQ_CLS if scored else TaskType.CAUSAL_LM,  # SEQ_CLS: peft also loads the saved "score"
         base_model_name_or_path=str(base_path), inference_mode=True,
     )  # fmt: skip
     tensors = {
