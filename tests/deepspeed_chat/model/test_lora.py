@@ -10,13 +10,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import (
     enable_gradient_checkpointing,
     load_causal_lm,
     load_tokenizer,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
-from alpaca_rlhf.deepspeed_chat.training.utils.model.saving import save_trained
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import (
     adapters_disabled,
     check_lora_module_names,
@@ -213,8 +214,7 @@ def test_L05_a_reward_models_adapter_keeps_its_head(tmp_path):
     for name, parameter in reward.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(0.2)
-    state = reward.model.state_dict()
-    save_trained(tmp_path / "rm", reward.model, state, word_tokenizer(), adapter_base=str(base))
+    save_trained(tmp_path / "rm", reward, reward.state_dict(), word_tokenizer(), "", adapter_base=str(base))
     ids = torch.arange(4, 12)[None]
     score = reward(ids, torch.ones_like(ids)).scores
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
@@ -238,7 +238,8 @@ def test_L06_an_adapter_directory_is_merged_on_its_base(tmp_path, make, names):
     assert type(loaded) is type(model) and loaded.state_dict().keys() == make(64).state_dict().keys()
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=0)
     assert all(p.requires_grad for p in loaded.parameters())
-    save_trained(tmp_path / "again", loaded, loaded.state_dict(), tokenizer)
+    again = CausalLM(loaded)
+    save_trained(tmp_path / "again", again, again.state_dict(), tokenizer, "")
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[1:]), file)
@@ -254,7 +255,8 @@ def test_L06_an_adapter_directory_is_merged_on_its_base(tmp_path, make, names):
 
 def test_L06_training_with_adapters_then_saving_gives_a_plain_model(tmp_path):
     model, _ = adapted(*MODELS[0])
-    save_trained(tmp_path, model, model.state_dict(), word_tokenizer(), adapter_base="somewhere/base")
+    wrapped = CausalLM(model)
+    save_trained(tmp_path, wrapped, wrapped.state_dict(), word_tokenizer(), "", adapter_base="somewhere/base")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()) and not any(
         isinstance(m, nn.Module) and hasattr(m, "lora_A") for m in loaded.modules()

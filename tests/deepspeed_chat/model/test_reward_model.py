@@ -15,13 +15,14 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import (
     ValueOutput,
     check_reward_model,
 )
-from alpaca_rlhf.deepspeed_chat.training.utils.model.saving import save_trained
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import (
     convert_linear_layer_to_lora,
     only_optimize_lora_parameters,
 )
 from tests.tiny import save_model, tiny_gpt2, tiny_llama, word_tokenizer
 
+TEMPLATE = "{{ messages }}"
 MODELS = [tiny_gpt2, tiny_llama]
 
 
@@ -122,7 +123,7 @@ def test_R07_the_head_comes_from_the_seed_alone(tmp_path):
 @pytest.mark.parametrize("make", MODELS)
 def test_C04_a_saved_reward_model_is_transformers_classifier_with_the_same_scores(tmp_path, texts, make):
     model = new(tmp_path / "base", make)
-    save_trained(tmp_path / "rm", model.model, model.model.state_dict(), word_tokenizer())
+    save_trained(tmp_path / "rm", model, model.state_dict(), word_tokenizer(), TEMPLATE)
     theirs, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert theirs.config.num_labels == 1 and theirs.config.pad_token_id == 0 != theirs.config.eos_token_id
@@ -197,7 +198,7 @@ def test_folded_normalization_and_its_offset_survive_saving(tmp_path, texts, mak
     torch.testing.assert_close(folded.values, (raw.values - mean) / std * mask)
     with torch.no_grad():
         model.offset += 0.5  # trained
-    save_trained(tmp_path / "critic", model, model.state_dict(), word_tokenizer())
+    save_trained(tmp_path / "critic", model, model.state_dict(), word_tokenizer(), TEMPLATE)
     again = RewardModel.from_pretrained(str(tmp_path / "critic"), word_tokenizer(), notice=silent)
     torch.testing.assert_close(again(ids, mask).scores, folded.scores + 0.5)
     assert again.offset is not None and again.base_offset == -mean / std + 0.5

@@ -19,9 +19,9 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.saving import (
     check_complete,
     save_model,
-    save_trained,
     verify_saved,
 )
+from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from tests.tiny import save_model as save_tiny
 from tests.tiny import tiny_gpt2, tiny_llama, word_tokenizer
 
@@ -60,7 +60,7 @@ def test_C04_C06_a_language_model_loads_with_no_missing_or_unexpected_key(tmp_pa
 def test_C04_a_reward_model_passes_with_tying_on_and_off(tmp_path, tied):
     save_tiny(tmp_path / "base", tiny_llama(64, tie_word_embeddings=tied))
     model = RewardModel.from_causal_lm(str(tmp_path / "base"), word_tokenizer(), seed=1, notice=lambda _: None)
-    save_trained(tmp_path / "rm", model, model.state_dict(), word_tokenizer())
+    save_trained(tmp_path / "rm", model, model.state_dict(), word_tokenizer(), "")
     loaded, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(logits(loaded)[0], model(torch.arange(4, 12)[None], torch.ones(1, 8)).scores)
@@ -68,7 +68,7 @@ def test_C04_a_reward_model_passes_with_tying_on_and_off(tmp_path, tied):
 
 def test_gpt2_and_its_wrapper(tmp_path):
     model = CausalLM(tiny_gpt2(64))
-    save_trained(tmp_path, model, model.state_dict(), word_tokenizer())
+    save_trained(tmp_path, model, model.state_dict(), word_tokenizer(), "")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(logits(loaded), logits(model.model))
@@ -80,7 +80,8 @@ def test_experts_that_files_name_otherwise_are_verified_as_loaded(tmp_path):
         MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                       num_key_value_heads=2, num_local_experts=2)
     ).eval()  # fmt: skip
-    save_trained(tmp_path, model, model.state_dict(), word_tokenizer())
+    save_model(tmp_path, model, model.state_dict(), word_tokenizer())
+    verify_saved(tmp_path, model.state_dict())
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     next(tensor for name, tensor in state.items() if "experts" in name).add_(1)

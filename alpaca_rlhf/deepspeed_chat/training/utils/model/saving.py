@@ -7,39 +7,10 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import quiet
-from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import merged_state_dict, save_adapter
-
-
-def save_trained(
-    directory: Path,
-    model: nn.Module,
-    state_dict: dict[str, Tensor],
-    encoder_tokenizer: PreTrainedTokenizerBase,
-    adapter_base: str | None = None,
-) -> None:
-    """Save what was trained as a complete plain model, adapters merged, and check the files.
-
-    Args:
-        directory: created if need be.
-        model: a transformers model, or a ``CausalLM`` or ``RewardModel`` around one, with or without adapters.
-        state_dict: complete (gathered), of just that module; a reward model's offset is saved only from its own.
-        encoder_tokenizer: saved as it is.
-        adapter_base: also keep the adapters, unmerged, in ``directory/adapter``, as adapters of the model at this path.
-
-    Raises:
-        RuntimeError: the weights are not complete, or the files are not what was to be saved.
-    """
-    if not isinstance(model, PreTrainedModel):
-        model, state_dict = model.model, model.export_state(state_dict)
-    if adapter_base is not None:
-        save_adapter(model, state_dict, Path(directory) / "adapter", adapter_base)
-    plain = merged_state_dict(model, state_dict)
-    save_model(directory, model, plain, encoder_tokenizer)
-    verify_saved(directory, plain)
 
 
 def save_model(
