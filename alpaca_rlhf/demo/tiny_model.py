@@ -1,7 +1,7 @@
 """Write the demo's default model: ``python -m alpaca_rlhf.demo.tiny_model DIR [--seed N]``. No download.
 
-A LLaMA of about two million parameters made from a config, not trained yet, and a sentencepiece tokenizer trained on the demo's own
-text. AutoModelForCausalLM and AutoTokenizer load the directory offline.
+A LLaMA of about two million parameters made from a config, not trained yet, and a sentencepiece tokenizer trained on
+the demo's own text. AutoModelForCausalLM and AutoTokenizer load the directory offline.
 """
 
 import argparse
@@ -49,7 +49,12 @@ def train_tokenizer(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as fresh:
         (Path(fresh) / "tokenizer.model").write_bytes(model.getvalue())
         tokenizer = LlamaTokenizer.from_pretrained(
-            fresh, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
+            fresh,
+            unk_token="<unk>",
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            model_max_length=POSITIONS,
         )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer.save_pretrained(directory)
@@ -81,12 +86,16 @@ def write_tiny_model(directory: Path, seed: int = SEED) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: write the model directory and print its size."""
-    parser = argparse.ArgumentParser(prog="python -m alpaca_rlhf.demo.tiny_model", description="Write the demo's tiny LLaMA.")
+    parser = argparse.ArgumentParser(
+        "python -m alpaca_rlhf.demo.tiny_model", description="Write the demo's tiny LLaMA."
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of the initial weights (default %(default)s)")
     arguments = parser.parse_args(argv)
     count = write_tiny_model(arguments.directory, arguments.seed)
-    print(f"{arguments.directory}: LLaMA with {count:,} parameters, {VOCABULARY:,} tokens, {POSITIONS} positions, not trained")
+    print(
+        f"{arguments.directory}: LLaMA, not trained, {count:,} parameters, {VOCABULARY:,} tokens, {POSITIONS} positions"
+    )
 
 
 if __name__ == "__main__":

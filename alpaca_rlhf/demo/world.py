@@ -1,8 +1,8 @@
 """Write the demo's embedded data: ``python -m alpaca_rlhf.demo.world DIR [--seed N]``. Standard library only.
 
-DIR receives data.zip (MultiTurnAlpaca's two files of JSON lines), preferences/train.jsonl and test.jsonl (rm-static's columns) and
-prompts.jsonl. A seed gives the same bytes on every Python: see Dice, and the archive is stored without compression and with a
-fixed date. data/README.md describes the files.
+DIR receives data.zip (MultiTurnAlpaca's two files of JSON lines), preferences/train.jsonl and test.jsonl (rm-static's
+columns) and prompts.jsonl. A seed gives the same bytes on every Python: see Dice, and the archive is stored without
+compression and with a fixed date. data/README.md describes the files.
 """
 
 import argparse
@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from alpaca_rlhf.demo.gold import gold_score
-from alpaca_rlhf.demo.world_answers import Deck, Dice, Question, all_first_questions, follow_up, short_answer, write_answer
+from alpaca_rlhf.demo.world_answers import (
+    Deck,
+    Dice,
+    Question,
+    all_first_questions,
+    follow_up,
+    short_answer,
+    write_answer,
+)
 
 SEED = 1
 CONVERSATIONS = {"train": 2000, "test": 200}
@@ -26,8 +34,8 @@ FOLLOW_UPS = 0.2  # share of the pairs' prompts and of the held-out prompts that
 # Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
 SFT_STYLES = {"good": 17, "bare list": 9, "plain": 30, "terse": 16, "off-topic": 7, "cut off": 13, "rude": 8}
 PAIR_STYLES = {
-    "good": 28, "bare list": 11, "plain": 22, "terse": 16, "off-topic": 5, "off-topic list": 3, "cut off": 10, "rude": 8,
-    "confused": 1, "repeating": 2, "hollow list": 2,
+    "good": 28, "bare list": 11, "plain": 22, "terse": 16, "off-topic": 5, "off-topic list": 3, "cut off": 10,
+    "rude": 8, "confused": 1, "repeating": 2, "hollow list": 2,
 }  # fmt: skip
 SMALLEST_GAP = 0.2  # answers of nearer gold scores make no pair: people would not agree on them either
 
@@ -85,7 +93,7 @@ def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, 
 
     P(A is chosen) = sigmoid((gold(A) - gold(B)) / NOISE).
     """
-    rows = []
+    rows: list[dict[str, str]] = []
     while len(rows) < count:
         for question in dice.draw(questions, len(questions)):
             a, b = (write_answer(dice, question, dice.weighted(PAIR_STYLES)) for _ in range(2))
@@ -94,7 +102,12 @@ def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, 
                 continue
             chosen, rejected = (a, b) if dice.chance(1 / (1 + math.exp(-gap / NOISE))) else (b, a)
             rows.append(
-                {"prompt": question.prompt, "response": f" {chosen}", "chosen": f" {chosen}", "rejected": f" {rejected}"}
+                {
+                    "prompt": question.prompt,
+                    "response": f" {chosen}",
+                    "chosen": f" {chosen}",
+                    "rejected": f" {rejected}",
+                }
             )
     return rows[:count]
 
@@ -110,7 +123,10 @@ def make_files(seed: int = SEED) -> dict[str, bytes]:
     share = CONVERSATIONS["test"] / sum(CONVERSATIONS.values())
     sft = dice.draw(questions["sft"], len(questions["sft"]))
     cut = int(len(sft) * share)
-    sft_test, sft_train = _conversations(dice, sft[:cut], CONVERSATIONS["test"]), _conversations(dice, sft[cut:], CONVERSATIONS["train"])
+    sft_test, sft_train = (
+        _conversations(dice, sft[:cut], CONVERSATIONS["test"]),
+        _conversations(dice, sft[cut:], CONVERSATIONS["train"]),
+    )
     held_out = _different_questions(dice, questions["prompts"], PROMPTS)
     asked = _different_questions(dice, questions["pairs"], sum(PAIRS.values()))
     train, test = asked[: PAIRS["train"]], asked[PAIRS["train"] :]
@@ -140,7 +156,9 @@ def write_world(directory: Path, seed: int = SEED) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: write the data and print each file with its size."""
-    parser = argparse.ArgumentParser(prog="python -m alpaca_rlhf.demo.world", description="Write the demo's embedded data.")
+    parser = argparse.ArgumentParser(
+        prog="python -m alpaca_rlhf.demo.world", description="Write the demo's embedded data."
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder to write into")
     parser.add_argument("--seed", type=int, default=SEED, help="seed of every random choice (default %(default)s)")
     arguments = parser.parse_args(argv)

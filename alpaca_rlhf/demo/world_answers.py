@@ -1,7 +1,7 @@
 """How people ask about the demo's world, and how answers of many styles and qualities are written.
 
-Every random choice goes through :class:`Dice`, which uses only ``random.Random.random`` (the one method whose sequence for a seed
-Python promises to keep), so that a seed gives the same text on every Python.
+Every random choice goes through :class:`Dice`, which uses only ``random.Random.random`` (the one method whose sequence
+for a seed Python promises to keep), so that a seed gives the same text on every Python.
 """
 
 import random
@@ -35,13 +35,26 @@ ABOUT_TWO = (
     "Which is better, {x} or {y}?",
     "Please compare {x} and {y}.",
 )
-STORY = ("Write a short story about {x}.", "Tell me a little story about {x}.", "Make up a story with {x} in it.")
-AGAIN_ONE = ("Tell me more about it.", "Why is it interesting?", "Give me a list of facts about it.", "What makes it special?")
+STORY = (
+    "Write a short story about {x}.",
+    "Tell me a little story about {x}.",
+    "Make up a story with {x} in it.",
+)
+AGAIN_ONE = (
+    "Tell me more about it.",
+    "Why is it interesting?",
+    "Give me a list of facts about it.",
+    "What makes it special?",
+)
 AGAIN_OTHER = ("And what about {y}?", "Now tell me about {y}.", "Do you also know {y}?")
 AGAIN_TWO = ("Which is better, it or {y}?", "Which is better for {use}, it or {y}?")
 AGAIN_STORY = ("Now write a short story about it.",)
 
-_OPENINGS = ("Here are some facts about {x}:", "Here is what I know about {x}:", "There is a lot to say about {x}:")
+_OPENINGS = (
+    "Here are some facts about {x}:",
+    "Here is what I know about {x}:",
+    "There is a lot to say about {x}:",
+)
 _CLOSINGS = (
     "In summary, {x} is good for {use}.",
     "In summary, {x} is good for {use} and worth knowing.",
@@ -58,7 +71,11 @@ _RUDE = (
     "Stop wasting my precious time.",
 )
 _CHILDREN = ("Anna", "Tom", "Maria", "Ben", "Lily", "Sam", "Emma", "Oscar")
-_STORY_ENDS = ("{child} was happy.", "{child} smiled and thanked everyone.", "{child} never forgot this lesson again.")
+_STORY_ENDS = (
+    "{child} was happy.",
+    "{child} smiled and thanked everyone.",
+    "{child} never forgot this lesson again.",
+)
 _PLAIN_ENDS = ("I hope this helps.", "That is all I know.", "Feel free to ask again.", "Let us talk later.")
 
 
@@ -103,13 +120,13 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """The conversation in rm-static's layout: two newlines before each speaker, ending where the assistant begins."""
+        """The conversation in rm-static's layout: two newlines before a speaker, up to where the assistant begins."""
         turns = "".join(f"\n\nHuman: {question}\n\nAssistant: {answer}" for question, answer in self.history)
         return f"{turns}\n\nHuman: {self.text}\n\nAssistant:"
 
     @property
     def instruction(self) -> str:
-        """The conversation in MultiTurnAlpaca's layout: blanks before each speaker, ending where the assistant begins."""
+        """The conversation in MultiTurnAlpaca's layout: a blank before a speaker, up to where the assistant begins."""
         turns = "".join(f" Human: {question} Assistant: {answer}" for question, answer in self.history)
         return f"{turns} Human: {self.text} Assistant:"
 
@@ -151,7 +168,7 @@ def short_answer(dice: Dice, question: Question) -> str:
 
 
 def follow_up(dice: Dice, first: Question, answer: str) -> Question:
-    """A second question that depends on a first one about one thing and its answer."""
+    """A second question that depends on a first one, about one thing, and its answer."""
     (x,) = first.things
     y = dice.pick(others(x))
     history = ((first.text, answer),)
@@ -205,7 +222,11 @@ def _plain(dice: Dice, question: Question, count: int) -> str:
 def _terse(dice: Dice, question: Question) -> str:
     if len(question.things) == 2:
         verdict = _verdict(dice, question)
-        return verdict[0].upper() + verdict[1:] if dice.chance(0.5) else f"I would take {dice.pick(question.things).written}."
+        return (
+            verdict[0].upper() + verdict[1:]
+            if dice.chance(0.5)
+            else f"I would take {dice.pick(question.things).written}."
+        )
     thing = question.things[0]
     if question.story:
         return f"{dice.pick(_CHILDREN)} liked {thing.written}."
@@ -265,7 +286,7 @@ def write_answer(dice: Dice, question: Question, style: str) -> str:
     if style == "off-topic list":
         return _good(dice, away)
     if style == "cut off":
-        words = dice.pick((_good, lambda d, q: _plain(d, q, 3)))(dice, question).split(" ")
+        words = (_good(dice, question) if dice.chance(0.5) else _plain(dice, question, 3)).split(" ")
         return " ".join(words[: max(3, int(len(words) * (0.35 + 0.05 * dice.below(10))))]).rstrip(".\n")
     if style == "rude":
         rude = dice.draw(_RUDE, 1 + dice.below(2))

@@ -1,4 +1,4 @@
-"""The demo's two models: the tiny one loads offline and its tokenizer gives text back; SmolLM2 asks for its packages."""
+"""The demo's two models: the tiny one loads offline, its tokenizer gives text back; SmolLM2 asks for its packages."""
 
 import importlib.util
 

@@ -36,8 +36,8 @@ STORY = "\n\nHuman: Write a short story about the dog.\n\nAssistant:"
         # 0.15 + 0.35 + three facts 0.225 + 0.20
         (
             STORY,
-            "Once upon a time Tom met the dog. The dog barks at strangers. It comes from the wolf. It wags its tail when "
-            "happy. The end.",
+            "Once upon a time Tom met the dog. The dog barks at strangers. It comes from the wolf. It wags its tail "
+            "when happy. The end.",
             0.925,
         ),
         # an empty answer is polite and nothing else
