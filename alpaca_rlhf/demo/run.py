@@ -19,6 +19,13 @@ from alpaca_rlhf.demo.report import build_report, closing_table, step_result, wr
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 STEPS = "alpaca_rlhf.deepspeed_chat.training."
+STEP_NAMES = ("step1_supervised_finetuning", "step2_reward_model_finetuning", "step3_rlhf_finetuning")
+BASES = {"tiny": "tiny_model", "smollm2": "smollm2"}
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a command line."""
+    return tuple(text.split())
 
 
 class Sizes(NamedTuple):
@@ -33,117 +40,32 @@ class Sizes(NamedTuple):
 
 
 TINY = Sizes(
-    prompt_tokens=96,
+    prompt_tokens=128,
     answer_tokens=96,
-    sft=(
-        "--learning_rate",
-        "3e-3",
-        "--num_train_epochs",
-        "6",
-        "--per_device_train_batch_size",
-        "32",
-        "--num_warmup_steps",
-        "20",
-        "--weight_decay",
-        "0.1",
+    sft=words("--learning_rate 2e-3 --num_train_epochs 3 --per_device_train_batch_size 8 --num_warmup_steps 30"),
+    reward_model=words(
+        "--learning_rate 5e-4 --num_train_epochs 1 --per_device_train_batch_size 8 --num_warmup_steps 20"
     ),
-    reward_model=(
-        "--learning_rate",
-        "5e-4",
-        "--num_train_epochs",
-        "3",
-        "--per_device_train_batch_size",
-        "16",
-        "--num_warmup_steps",
-        "10",
-    ),
-    ppo=(
-        "--actor_learning_rate",
-        "3e-4",
-        "--critic_learning_rate",
-        "5e-4",
-        "--per_device_train_batch_size",
-        "64",
-        "--per_device_mini_train_batch_size",
-        "32",
-        "--ppo_epochs",
-        "2",
-        "--num_warmup_steps",
-        "5",
-        "--kl_coef",
-        "0.1",
-        "--lr_scheduler_type",
-        "constant_with_warmup",
-        "--max_steps",
-        "40",
-        "--num_train_epochs",
-        "3",
+    ppo=words(
+        "--actor_learning_rate 2e-4 --critic_learning_rate 5e-4 --lr_scheduler_type constant_with_warmup "
+        "--num_warmup_steps 5 --per_device_train_batch_size 64 --per_device_mini_train_batch_size 32 --ppo_epochs 2 "
+        "--num_train_epochs 3 --max_steps 24 --kl_coef 0.1"
     ),
     prompts=300,
 )
-LORA = ("--only_optimize_lora",)
 _LAYERS = "q_proj,k_proj,v_proj,o_proj"
+_ONE_LORA = f"--lora_dim 8 --lora_module_name {_LAYERS} --lora_alpha 16 --only_optimize_lora"
+_TWO_LORAS = " ".join(
+    f"--{role}_lora_dim 8 --{role}_lora_module_name {_LAYERS} --{role}_lora_alpha 16" for role in ("actor", "critic")
+)
 SMOLLM2 = Sizes(
     prompt_tokens=128,
     answer_tokens=64,
-    sft=(
-        "--learning_rate",
-        "1e-3",
-        "--per_device_train_batch_size",
-        "8",
-        "--max_steps",
-        "40",
-        "--lora_dim",
-        "8",
-        "--lora_module_name",
-        _LAYERS,
-        "--lora_alpha",
-        "16",
-        *LORA,
-    ),
-    reward_model=(
-        "--learning_rate",
-        "1e-3",
-        "--per_device_train_batch_size",
-        "8",
-        "--max_steps",
-        "40",
-        "--lora_dim",
-        "8",
-        "--lora_module_name",
-        _LAYERS,
-        "--lora_alpha",
-        "16",
-        *LORA,
-    ),
-    ppo=(
-        "--actor_learning_rate",
-        "2e-4",
-        "--critic_learning_rate",
-        "2e-4",
-        "--per_device_train_batch_size",
-        "16",
-        "--per_device_mini_train_batch_size",
-        "8",
-        "--num_warmup_steps",
-        "2",
-        "--max_steps",
-        "8",
-        "--kl_coef",
-        "0.1",
-        "--actor_lora_dim",
-        "8",
-        "--actor_lora_module_name",
-        _LAYERS,
-        "--actor_lora_alpha",
-        "16",
-        "--critic_lora_dim",
-        "8",
-        "--critic_lora_module_name",
-        _LAYERS,
-        "--critic_lora_alpha",
-        "16",
-        *LORA,
+    sft=words(f"--learning_rate 1e-3 --per_device_train_batch_size 8 --max_steps 40 {_ONE_LORA}"),
+    reward_model=words(f"--learning_rate 1e-3 --per_device_train_batch_size 8 --max_steps 40 {_ONE_LORA}"),
+    ppo=words(
+        "--actor_learning_rate 2e-4 --critic_learning_rate 2e-4 --num_warmup_steps 2 --per_device_train_batch_size 16 "
+        "--per_device_mini_train_batch_size 8 --max_steps 8 --kl_coef 0.1 --only_optimize_lora " + _TWO_LORAS
     ),
     prompts=32,
 )
@@ -153,8 +75,8 @@ class StepFailed(Exception):
     """A program of the demo ended with this exit code; its own words are above."""
 
     def __init__(self, name: str, command: Sequence[str], code: int) -> None:
-        words = shlex.join(command)
-        super().__init__(f"the demo stopped: {name} ended with exit code {code}; the command was\n  {words}")
+        line = shlex.join(command)
+        super().__init__(f"the demo stopped: {name} ended with exit code {code}; the command was\n  {line}")
         self.code = code
 
 
@@ -168,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        choices=("tiny", "smollm2"),
+        choices=tuple(BASES),
         default="tiny",
         help="tiny: a LLaMA made here; smollm2: SmolLM2-135M with LoRA, far slower (default tiny)",
     )
@@ -213,83 +135,29 @@ def run_demo(model: str, output: Path, seed: int) -> dict:
 def commands(model: str, sizes: Sizes, output: Path, seed: int) -> list[tuple[str, list[str]]]:
     """Name and command of each program, in order."""
     base, sft, reward, final = (str(output / part) for part in ("base", "sft", "reward_model", "rlhf"))
-    same = ["--data_output_path", str(output / "cache"), "--seed", str(seed)]
-    whole = ["--max_seq_len", str(sizes.prompt_tokens + sizes.answer_tokens)]
-    lengths = ["--max_prompt_seq_len", str(sizes.prompt_tokens), "--max_answer_seq_len", str(sizes.answer_tokens)]
-    preferences = ["--data_path", str(DATA / "preferences"), "--data_split", "0,1,1"]
+    same = {"--data_output_path": output / "cache", "--seed": seed}
+    whole = {"--max_seq_len": sizes.prompt_tokens + sizes.answer_tokens}
+    lengths = {"--max_prompt_seq_len": sizes.prompt_tokens, "--max_answer_seq_len": sizes.answer_tokens}
+    preferences = {"--data_path": DATA / "preferences", "--data_split": "0,7,3"}
+    conversations = {"--data_path": "MultiTurnAlpaca", "--data_split": "1,0,0"}
+    start = {"--actor_model_name_or_path": sft, "--critic_model_name_or_path": reward}
+    prompts = {"--prompts": DATA / "prompts.jsonl", "--max_prompts": sizes.prompts}
 
-    def program(module: str, *words: str) -> list[str]:
-        return [sys.executable, "-m", module, *words]
+    def program(module: str, flags: dict[str, object], *more: str) -> list[str]:
+        return [sys.executable, "-m", module, *(str(word) for flag in flags.items() for word in flag), *more]
 
+    steps = [STEPS + name + ".main" for name in STEP_NAMES]
+    sft_flags = {**conversations, "--model_name_or_path": base, **whole, "--output_dir": sft, **same}
+    reward_flags = {**preferences, "--model_name_or_path": sft, **whole, "--output_dir": reward, **same}
+    ppo_flags = {**preferences, **start, **lengths, "--output_dir": final, **same}
+    compare_flags = {**prompts, **lengths, "--output_dir": output / "comparison", **same}
+    models = ("--models", sft, f"{final}/actor", "--names", "sft", "rlhf")
     return [
-        ("base", program("alpaca_rlhf.demo." + ("smollm2" if model == "smollm2" else "tiny_model"), base)),
-        (
-            "sft",
-            program(
-                STEPS + "step1_supervised_finetuning.main",
-                "--data_path",
-                "MultiTurnAlpaca",
-                "--data_split",
-                "1,0,0",
-                "--model_name_or_path",
-                base,
-                *whole,
-                *sizes.sft,
-                "--output_dir",
-                sft,
-                *same,
-            ),
-        ),
-        (
-            "reward_model",
-            program(
-                STEPS + "step2_reward_model_finetuning.main",
-                *preferences,
-                "--model_name_or_path",
-                sft,
-                *whole,
-                *sizes.reward_model,
-                "--output_dir",
-                reward,
-                *same,
-            ),
-        ),
-        (
-            "ppo",
-            program(
-                STEPS + "step3_rlhf_finetuning.main",
-                *preferences,
-                "--actor_model_name_or_path",
-                sft,
-                "--critic_model_name_or_path",
-                reward,
-                *lengths,
-                *sizes.ppo,
-                "--output_dir",
-                final,
-                *same,
-            ),
-        ),
-        (
-            "compare",
-            program(
-                "alpaca_rlhf.evaluation.compare_models",
-                "--models",
-                sft,
-                f"{final}/actor",
-                "--names",
-                "sft",
-                "rlhf",
-                "--prompts",
-                str(DATA / "prompts.jsonl"),
-                "--max_prompts",
-                str(sizes.prompts),
-                *lengths,
-                "--output_dir",
-                str(output / "comparison"),
-                *same,
-            ),
-        ),
+        ("base", program(f"alpaca_rlhf.demo.{BASES[model]}", {}, base)),
+        ("sft", program(steps[0], sft_flags, *sizes.sft)),
+        ("reward_model", program(steps[1], reward_flags, *sizes.reward_model)),
+        ("ppo", program(steps[2], ppo_flags, *sizes.ppo)),
+        ("compare", program("alpaca_rlhf.evaluation.compare_models", compare_flags, *models)),
     ]
 
 

@@ -86,12 +86,15 @@ class Dice:
         self._random = random.Random(seed)
 
     def chance(self, probability: float) -> bool:
+        """True with this probability."""
         return self._random.random() < probability
 
     def below(self, count: int) -> int:
+        """A number from 0 to ``count`` - 1."""
         return int(self._random.random() * count)
 
     def pick(self, items: Sequence[T]) -> T:
+        """One of the items."""
         return items[self.below(len(items))]
 
     def draw(self, items: Sequence[T], count: int) -> list[T]:

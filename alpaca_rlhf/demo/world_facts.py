@@ -105,6 +105,7 @@ class Thing:
 
     @property
     def name(self) -> str:
+        """The written name without its article."""
         return self.written.removeprefix("the ")
 
     @property

@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = answer(args, run, name, model, TextEncoder(tokenizer, args.template), conversations,
                          first[0] if comparable else None)  # fmt: skip
         results[name] = {"path": str(path), **figures(answers), "answers": answers}
+    fewest = min(sum(bigrams(answer) for answer in result["answers"]) for result in results.values())
+    for result in results.values():
+        result["distinct_2"] = distinct_2(result["answers"], fewest)
     prompts = [conversation.prompt[-1].text for conversation in conversations]
 
     def write(folder: Path) -> None:
@@ -128,15 +131,32 @@ def answer(args: argparse.Namespace, run: Run, name: str, model: CausalLM, encod
     return records
 
 
+def bigrams(answer: dict) -> int:
+    """How many bigrams an answer has."""
+    return max(0, len(answer["ids"]) - 1)
+
+
+def distinct_2(answers: Sequence[dict], count: int) -> float | None:
+    """Different bigrams among the first ``count`` of all answers' bigrams, divided by ``count``; None for no bigram.
+
+    A share of different bigrams falls with the length of the text, whoever wrote it, so models are compared on equally
+    many: ``count`` is the number of the model with the fewest (distinct-n of arXiv 1510.03055 on equal samples).
+    """
+    taken, left = [], count
+    for answer in answers:
+        taken.append(answer["ids"][: left + 1] if left else [])
+        left -= bigrams({"ids": taken[-1]})
+    return distinct_n(taken, 2) if count else None
+
+
 def figures(answers: Sequence[dict]) -> dict[str, float | None]:
-    """What a page of answers says about a model: tokens, share ended, distinct-2, share of numbered lists, KL."""
+    """What the answers say about a model by itself: tokens, share ended, share of numbered lists, KL."""
     count = len(answers)
     kl = [record["kl"] for record in answers]
     return {
         "count": count,
         "mean_tokens": sum(len(record["ids"]) for record in answers) / count,
         "ended_share": sum(record["ended"] for record in answers) / count,
-        "distinct_2": distinct_n([record["ids"] for record in answers], 2),
         "list_share": sum("\n1. " in "\n" + record["text"] for record in answers) / count,
         "kl": None if None in kl else sum(kl) / count,
     }

@@ -4,7 +4,6 @@ Started by test_deepspeed.py, once with one rank and once with two; RANK and WOR
 """
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -19,76 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alpaca_rlhf.engines.base import Engine, OptimizerSettings, StepReport
-from alpaca_rlhf.engines.plain import PlainEngine
+from tests.engines.ranks import (
+    CPU,
+    PLAN,
+    ROWS,
+    SETTINGS,
+    STAGES,
+    assert_same_weights,
+    causal_loss,
+    deepspeed_engine,
+    plain_engine,
+    train,
+    train_step,
+    world,
+)  # fmt: skip
 from tests.tiny import tiny_gpt2, tiny_llama
-
-CPU = torch.device("cpu")
-# eps well above the rounding noise of a gradient: GPT-2's key bias has gradient 0 in exact arithmetic, and Adam would
-# blow the noise up to a full step. The norm limit is below every gradient norm met here, so each step clips.
-SETTINGS = OptimizerSettings(1e-2, 0.1, 2e-2, "cosine", 2, 8, max_grad_norm=0.5, eps=1e-3)
-ROWS = torch.randint(3, 60, (32, 12), generator=torch.Generator().manual_seed(0))
-PLAN = (2, 3, 1, 2)  # micro-batches of each rank per optimizer step: uneven on purpose
-STAGES = [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
-LossOf = Callable[[Engine, Tensor], Tensor]
-
-
-def world() -> tuple[int, int]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def deepspeed_engine(module: nn.Module, stage: int, offload: bool = False, dtype=torch.float32, settings=SETTINGS):
-    from alpaca_rlhf.engines.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(
-        module, settings, device=CPU, dtype=dtype, zero_stage=stage, offload=offload, micro_batch_size=1,
-        micro_batches_per_step=max(PLAN), world_size=world()[1],
-    )  # fmt: skip
-
-
-def plain_engine(module: nn.Module, dtype=torch.float32, settings=SETTINGS):
-    return PlainEngine(module, settings, device=CPU, dtype=dtype)
-
-
-def causal_loss(engine: Engine, rows: Tensor) -> Tensor:
-    return engine(input_ids=rows, labels=rows).loss
-
-
-def train_step(
-    engine: Engine, step: int, loss_of: LossOf = causal_loss, factor: float = 1.0, broken_off: bool = False
-) -> None:
-    """Accumulate one step: a sum over rows of all ranks, unequally weighted; the plain engine does all of them.
-
-    ``broken_off``: stop before the last micro-batch.
-    """
-    rank, size = world()
-    plain = isinstance(engine, PlainEngine)
-    mine = [(i, r) for i in range(PLAN[step]) for r in (range(size) if plain else [rank])]
-    with engine.training_mode():
-        for position, (i, r) in enumerate(mine[:-1] if broken_off else mine):
-            row = ROWS[(8 * step + size * i + r) % len(ROWS)][None]
-            loss = loss_of(engine, row) * factor * (1 + i + r) / (PLAN[step] * size)
-            engine.accumulate(loss, last=position == len(mine) - 1)
-
-
-def train(engine: Engine, loss_of: LossOf = causal_loss) -> list[StepReport]:
-    reports = []
-    for step in range(len(PLAN)):
-        train_step(engine, step, loss_of)
-        assert engine.gradients_finite()
-        reports.append(engine.step())
-    return reports
-
-
-def assert_same_weights(engine: Engine, plain: PlainEngine, part=None, plain_part=None) -> None:
-    ours, theirs = engine.full_state_dict(part), plain.full_state_dict(plain_part)
-    if world()[0] > 0:
-        assert ours == {}
-        return
-    assert list(ours) == list(theirs)
-    for name in ours:
-        assert ours[name].shape == theirs[name].shape and ours[name].device == CPU
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def same_numbers(stage: int, offload: bool) -> None:
@@ -319,6 +263,20 @@ def cases() -> dict[str, Callable[[], None]]:
     return table
 
 
+class Failure:
+    """A context that ends every exception and keeps its traceback, so that the ranks can compare theirs."""
+
+    text: str | None = None
+
+    def __enter__(self) -> "Failure":
+        return self
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if error is not None:
+            self.text = "".join(traceback.format_exception(kind, error, trace))
+        return True
+
+
 def main(results: Path, single: bool) -> None:
     """Run the cases (alone: only the numbers of each stage), gather the failures of all ranks on rank 0."""
     rank, size = world()
@@ -330,15 +288,12 @@ def main(results: Path, single: bool) -> None:
         if single and not name.startswith("same_numbers"):
             continue
         start = time.monotonic()
-        mine = None
-        try:
+        with Failure() as failure:
             case()
-        except Exception:
-            mine = traceback.format_exc()
-        everyone: list = [mine]
+        everyone: list = [failure.text]
         if size > 1:
             everyone = [None] * size
-            dist.all_gather_object(everyone, mine)
+            dist.all_gather_object(everyone, failure.text)
         failures[name] = [f"rank {r}: {text}" for r, text in enumerate(everyone) if text]
         if rank == 0:
             print(f"{time.monotonic() - start:6.2f} s  {name}", flush=True)

@@ -5,6 +5,14 @@ import socket
 import pytest
 
 from alpaca_rlhf.deepspeed_chat.training.utils.data import raw_datasets
+from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
+from tests.tiny import word_tokenizer
+
+
+@pytest.fixture
+def encoder() -> TextEncoder:
+    """One word, one token."""
+    return TextEncoder(word_tokenizer())
 
 
 @pytest.fixture
