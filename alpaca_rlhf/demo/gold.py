@@ -5,7 +5,7 @@ reward model learns from noisy pairs only.
 
 The rule reads a prompt for the things it asks about (of world_facts.py) and whether it wants a story, then
 
-    score = 0.15 relevant + 0.35 structured + 0.30 rich + 0.10 polite + 0.10 complete - min(penalties, 0.60)
+    score = 0.15 relevant + 0.45 structured + 0.20 rich + 0.10 polite + 0.10 complete - min(penalties, 0.60)
 
 * relevant: the share of the asked things that the answer names.
 * structured: half for a numbered list: the lines that begin with a number are numbered 1, 2, ... k with
@@ -155,8 +155,8 @@ def gold_score(prompt: str, answer: str) -> float:
     complete = count >= FEWEST_WORDS and answer.rstrip()[-1:] in tuple(".!?")
     merits = (
         0.15 * relevant
-        + 0.35 * _structured(answer, asked)
-        + 0.30 * min(facts, ENOUGH_FACTS) / ENOUGH_FACTS
+        + 0.45 * _structured(answer, asked)
+        + 0.20 * min(facts, ENOUGH_FACTS) / ENOUGH_FACTS
         + 0.10 * (not rude)
         + 0.10 * complete
     )

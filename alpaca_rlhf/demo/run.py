@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 TINY = Sizes(
     prompt_tokens=128,
     answer_tokens=96,
-    sft=words("--learning_rate 2e-3 --num_train_epochs 3 --per_device_train_batch_size 8 --num_warmup_steps 30"),
+    sft=words("--learning_rate 2e-3 --num_train_epochs 4 --per_device_train_batch_size 8 --num_warmup_steps 30"),
     reward_model=words(
         "--learning_rate 5e-4 --num_train_epochs 1 --per_device_train_batch_size 8 --num_warmup_steps 20"
     ),

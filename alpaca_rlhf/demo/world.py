@@ -34,8 +34,8 @@ FOLLOW_UPS = 0.2  # share of the pairs' prompts and of the held-out prompts that
 # Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
 SFT_STYLES = {"good": 17, "bare list": 9, "plain": 30, "terse": 16, "off-topic": 7, "cut off": 13, "rude": 8}
 PAIR_STYLES = {
-    "good": 28, "bare list": 11, "plain": 22, "terse": 16, "off-topic": 5, "off-topic list": 3, "cut off": 10,
-    "rude": 8, "confused": 1, "repeating": 2, "hollow list": 2,
+    "good": 30, "bare list": 11, "plain": 24, "terse": 16, "off-topic": 4, "off-topic list": 1, "cut off": 10, "rude": 8,
+    "repeating": 2, "hollow list": 2,
 }  # fmt: skip
 SMALLEST_GAP = 0.2  # answers of nearer gold scores make no pair: people would not agree on them either
 
@@ -46,7 +46,7 @@ def _first_questions(dice: Dice) -> dict[str, list[Question]]:
     for question in all_first_questions():
         kinds["story" if question.story else "two" if len(question.things) == 2 else "one"].append(question)
     dealt: dict[str, list[Question]] = {"sft": [], "pairs": [], "prompts": []}
-    for kind, keep in (("one", 1008), ("two", 300), ("story", 120)):
+    for kind, keep in (("one", 1584), ("two", 480), ("story", 200)):
         questions = dice.draw(kinds[kind], keep)
         first, second = int(0.42 * keep), int(0.84 * keep)
         dealt["sft"] += questions[:first]
@@ -77,15 +77,17 @@ def _conversations(dice: Dice, questions: list[Question], count: int) -> list[di
     return rows
 
 
-def _different_questions(dice: Dice, questions: list[Question], count: int) -> list[Question]:
-    """``count`` questions with different prompts: the opening ones, then follow-ups on them."""
-    openers = _about_one(questions)
-    found = {question.prompt: question for question in dice.draw(questions, int(count * (1 - FOLLOW_UPS)))}
-    while len(found) < count:
-        first = dice.pick(openers)
-        question = follow_up(dice, first, short_answer(dice, first))
-        found.setdefault(question.prompt, question)
-    return dice.draw(list(found.values()), count)
+def _asked(dice: Dice, questions: list[Question], count: int) -> list[Question]:
+    """``count`` questions, a share of FOLLOW_UPS of them second ones; each question comes about equally often."""
+    openers, deck = _about_one(questions), Deck(dice, questions)
+    asked = []
+    for _ in range(count):
+        if dice.chance(FOLLOW_UPS):
+            first = dice.pick(openers)
+            asked.append(follow_up(dice, first, short_answer(dice, first)))
+        else:
+            asked.append(deck.deal())
+    return asked
 
 
 def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, str]]:
@@ -95,7 +97,7 @@ def _pairs(dice: Dice, questions: list[Question], count: int) -> list[dict[str, 
     """
     rows: list[dict[str, str]] = []
     while len(rows) < count:
-        for question in dice.draw(questions, len(questions)):
+        for question in _asked(dice, questions, count):
             a, b = (write_answer(dice, question, dice.weighted(PAIR_STYLES)) for _ in range(2))
             gap = gold_score(question.prompt, a) - gold_score(question.prompt, b)
             if abs(gap) < SMALLEST_GAP:
@@ -127,14 +129,14 @@ def make_files(seed: int = SEED) -> dict[str, bytes]:
         _conversations(dice, sft[:cut], CONVERSATIONS["test"]),
         _conversations(dice, sft[cut:], CONVERSATIONS["train"]),
     )
-    held_out = _different_questions(dice, questions["prompts"], PROMPTS)
-    asked = _different_questions(dice, questions["pairs"], sum(PAIRS.values()))
-    train, test = asked[: PAIRS["train"]], asked[PAIRS["train"] :]
+    held_out = list({q.prompt: q for q in _asked(dice, questions["prompts"], 2 * PROMPTS)}.values())[:PROMPTS]
+    asked = dice.draw(questions["pairs"], len(questions["pairs"]))
+    cut = int(len(asked) * PAIRS["test"] / sum(PAIRS.values()))
     return {
         "training_data.txt.train": _lines(sft_train),
         "training_data.txt.test": _lines(sft_test),
-        "preferences/train.jsonl": _lines(_pairs(dice, train, PAIRS["train"])),
-        "preferences/test.jsonl": _lines(_pairs(dice, test, PAIRS["test"])),
+        "preferences/train.jsonl": _lines(_pairs(dice, asked[cut:], PAIRS["train"])),
+        "preferences/test.jsonl": _lines(_pairs(dice, asked[:cut], PAIRS["test"])),
         "prompts.jsonl": _lines({"prompt": question.prompt} for question in held_out),
     }
 

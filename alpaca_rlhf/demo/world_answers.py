@@ -28,6 +28,14 @@ ABOUT_ONE = (
     "What makes {x} special?",
     "Why do people talk about {x}?",
     "Do you know anything useful about {x}?",
+    "What do you know about {x}?",
+    "Could you introduce {x} to me?",
+    "Tell me why {x} is interesting.",
+    "Please describe {x}.",
+    "Please explain {x}.",
+    "Give me a list about {x}.",
+    "What are some facts about {x}?",
+    "Why should I learn about {x}?",
 )
 ABOUT_TWO = (
     "Which is better for {use}, {x} or {y}?",
@@ -265,13 +273,6 @@ def _good(dice: Dice, question: Question) -> str:
     return _list(dice, question, count, closing=True, opening=True)
 
 
-def _confused(question: Question, other: Thing) -> Question:
-    """The same question about something with the asked name but another thing's facts."""
-    x = question.things[0]
-    mixed = Thing(x.group, x.written, other.use, other.facts)
-    return Question(question.text, (mixed, *question.things[1:]), question.story)
-
-
 def write_answer(dice: Dice, question: Question, style: str) -> str:
     """An answer in one of the styles of world.py's two mixtures."""
     elsewhere = dice.pick([thing for thing in THINGS if thing not in question.things])
@@ -294,9 +295,6 @@ def write_answer(dice: Dice, question: Question, style: str) -> str:
     if style == "rude":
         rude = dice.draw(_RUDE, 1 + dice.below(2))
         return " ".join([_terse(dice, question), rude[0]] if dice.chance(0.3) else rude)
-    if style == "confused":
-        mixed = _confused(question, dice.pick(others(question.things[0])))
-        return _good(dice, mixed) if dice.chance(0.6) else _plain(dice, mixed, 3)
     if style == "repeating":
         sentence = _plain(dice, Question("", question.things[:1]), 2).split(". ")[0].rstrip(".") + "."
         return " ".join([sentence] * (3 + dice.below(3)))

@@ -17,28 +17,28 @@ STORY = "\n\nHuman: Write a short story about the dog.\n\nAssistant:"
     ("prompt", "answer", "score"),
     [
         (DOG, LIST, 1.0),
-        # named 0.15, one fact 0.075, polite 0.10, complete 0.10
-        (DOG, "The dog barks at strangers.", 0.425),
+        # named 0.15, one fact 0.05, polite 0.10, complete 0.10
+        (DOG, "The dog barks at strangers.", 0.40),
         # not named
-        (DOG, "It barks at strangers.", 0.275),
+        (DOG, "It barks at strangers.", 0.25),
         # cut off: not complete
-        (DOG, "The dog barks at strangers. It comes from the", 0.325),
+        (DOG, "The dog barks at strangers. It comes from the", 0.30),
         # polite and complete 0.20, another thing named -0.10, one false statement -0.06
         (DOG, "The cat can see in dim light.", 0.04),
         # complete 0.10, rude -0.20
         (DOG, "What a stupid question.", -0.10),
-        # two of two named 0.15, two facts 0.15, polite and complete 0.20
-        (BOTH, "The saw has a blade with sharp teeth. The axe can fell a tree.", 0.50),
-        # one of two named 0.075, the use is one fact 0.075, 0.20
-        (BOTH, "The saw is better for cutting boards.", 0.35),
+        # two of two named 0.15, two facts 0.10, polite and complete 0.20
+        (BOTH, "The saw has a blade with sharp teeth. The axe can fell a tree.", 0.45),
+        # one of two named 0.075, the use is one fact 0.05, 0.20
+        (BOTH, "The saw is better for cutting boards.", 0.325),
         # the wrong verdict: one of two named 0.075, 0.20, false -0.06
         (BOTH, "The axe is better for cutting boards.", 0.215),
-        # 0.15 + 0.35 + three facts 0.225 + 0.20
+        # 0.15 + 0.45 + three facts 0.15 + 0.20
         (
             STORY,
             "Once upon a time Tom met the dog. The dog barks at strangers. It comes from the wolf. It wags its tail "
             "when happy. The end.",
-            0.925,
+            0.95,
         ),
         # an empty answer is polite and nothing else
         (DOG, "", 0.10),
@@ -52,8 +52,8 @@ def test_list_without_closing_line_or_closing_line_without_list_is_half_structur
     whole = gold_score(DOG, LIST)
     no_closing = LIST.rsplit("\n", 1)[0] + "\n4. It is good for guarding a house."
     no_numbers = "".join(part.lstrip("123. ") for part in LIST.splitlines(keepends=True))
-    assert gold_score(DOG, no_closing) == pytest.approx(whole - 0.175)
-    assert gold_score(DOG, no_numbers) == pytest.approx(whole - 0.175)
+    assert gold_score(DOG, no_closing) == pytest.approx(whole - 0.225)
+    assert gold_score(DOG, no_numbers) == pytest.approx(whole - 0.225)
 
 
 @pytest.mark.parametrize(
