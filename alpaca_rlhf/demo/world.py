@@ -34,8 +34,8 @@ FOLLOW_UPS = 0.2  # share of the pairs' prompts and of the held-out prompts that
 # Weights of the answer styles. The conversations are of mixed quality; the pairs also show what a policy might try.
 SFT_STYLES = {"good": 17, "bare list": 9, "plain": 30, "terse": 16, "off-topic": 7, "cut off": 13, "rude": 8}
 PAIR_STYLES = {
-    "good": 30, "bare list": 11, "plain": 24, "terse": 16, "off-topic": 4, "off-topic list": 1, "cut off": 10, "rude": 8,
-    "repeating": 2, "hollow list": 2,
+    "good": 30, "bare list": 11, "plain": 24, "terse": 16, "off-topic": 4, "off-topic list": 1, "cut off": 10,
+    "rude": 8, "repeating": 2, "hollow list": 2,
 }  # fmt: skip
 SMALLEST_GAP = 0.2  # answers of nearer gold scores make no pair: people would not agree on them either
 
