@@ -170,20 +170,6 @@ make_environment() {
     printf '%s\n' "$digest" >"$stamp"
 }
 
-# On a Linux machine without a GPU, DeepSpeed builds its shared-memory collectives when it starts.
-check_compiler() {
-    if [ "$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null 2>&1; then
-        return
-    fi
-    if ! command -v "${CXX:-c++}" >/dev/null 2>&1; then
-        die "DeepSpeed on a CPU needs a C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++)," \
-            "or run the script with plain python and without --deepspeed"
-    fi
-    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
-        die "DeepSpeed on a CPU needs the headers of Python: install them (Debian, Ubuntu: apt-get install python3-dev)," \
-            "or run the script with plain python and without --deepspeed"
-}
-
 if [ $# -eq 0 ]; then
     usage >&2
     exit 2
@@ -215,7 +201,6 @@ test)
     exec "$python" -m pytest "$@"
     ;;
 *)
-    check_compiler
     exec "$python" -m deepspeed.launcher.runner "$@"
     ;;
 esac

@@ -22,7 +22,6 @@ case $1 in
     *ensurepip*) exit "${FAKE_ENSUREPIP:-0}" ;;
     "import pip") [ -z "${FAKE_NO_PIP:-}" ] ;;
     *importlib.metadata*) [ -e "$(dirname "$0")/installed" ] ;;
-    *Python.h*) exit "${FAKE_HEADERS:-0}" ;;
     esac
     exit
     ;;
@@ -217,20 +216,10 @@ def test_a_lock_whose_owner_is_dead_does_not_block(box):
     assert sorted(path.name for path in (box / "check out").glob(".venv*")) == [".venv"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux does DeepSpeed build its CPU collectives")
-def test_the_launcher_names_a_missing_compiler(box):
-    assert "python3-dev" in an_error_after_set_up(run_sh(box, "x.py", FAKE_HEADERS="1"))
+def test_no_compiler_is_asked_for(box):
+    """The engines keep DeepSpeed from building anything, so a machine without a compiler is no mistake."""
     (box / "tools" / "c++").unlink()
-    assert "C++ compiler (c++)" in an_error_after_set_up(run_sh(box, "x.py"))
-    assert run_sh(box, "demo").returncode == 0
-    assert run_sh(box, "x.py", CXX="cat").returncode == 0
-    add_program(box / "tools", "nvidia-smi", "#!/bin/sh\n")
     assert run_sh(box, "x.py").returncode == 0
-
-
-def an_error_after_set_up(done):
-    assert done.returncode == 1 and done.stdout == ""
-    return done.stderr.splitlines()[-1]
 
 
 def pins_satisfied(requirements, folder):
