@@ -53,6 +53,11 @@ class _StepArguments(Settings):
                     f"<{name}.zero_stage> is {model.zero_stage}, but ZeRO is a part of DeepSpeed and "
                     f"<engine.deepspeed> is not given; add <engine.deepspeed>, or leave <{name}.zero_stage> away"
                 )
+        if self.output.save_adapter and not self.only_optimize_lora:
+            raise SettingError(
+                "<output.save_adapter> keeps the adapter alone, but without <only_optimize_lora> the base is trained "
+                "too, so the adapter on the old base would be another model; add <only_optimize_lora>"
+            )
         if self.output.save_adapter and not any(model.lora_dim for model in models.values()):
             ranks = " and ".join(f"<{name}.lora_dim>" for name in names)
             raise SettingError(

@@ -29,7 +29,7 @@ class SkippedSteps:
         self.total += skipped
         if self.in_a_row > self.limit:
             raise TrainingDiverged(
-                f"step {step}: {what}, for the {self.in_a_row}th step in a row; the run was stopped and the last good "
+                f"step {step}: {what}, {self.in_a_row} times in a row; the run was stopped and the last good "
                 "weights were kept. Lower the learning rate, or train in bf16 or fp32 instead of fp16."
             )
 

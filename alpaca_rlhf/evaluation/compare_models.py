@@ -50,6 +50,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.names is not None and len(args.names) != len(args.models):
         raise UserError(f"--names has {len(args.names)} words for {len(args.models)} --models; give one each")
+    names = args.names or args.models
+    if len(set(names)) < len(names):
+        raise UserError(f"two of the models have one name ({', '.join(names)}); give each its own with --names")
     for name in ("max_prompt_seq_len", "max_answer_seq_len", "batch_size", "max_prompts"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -119,9 +122,10 @@ def answer(args: argparse.Namespace, run: Run, name: str, model: CausalLM, encod
         response_mask = first_eos_mask(responses, settings.eos_ids)
         ended = ended_rows(responses, response_mask, settings.eos_ids).tolist()
         kl = [None] * len(items)
-        if reference is not None:
+        if reference is not None and args.temperature > 0:  # greedy answers are no sample of anything
             whole = torch.cat([ids, responses], 1), torch.cat([mask, response_mask.to(mask.dtype)], 1), response_mask
-            own, other = (scorer(*whole, start=ids.shape[1]).log_probs.double() for scorer in (model, reference))
+            at = {"start": ids.shape[1], "temperature": args.temperature}
+            own, other = (scorer(*whole, **at).log_probs.double() for scorer in (model, reference))
             kl = (own - other).sum(1).tolist()
         for row, length in enumerate(response_mask.sum(1).tolist()):
             kept = responses[row, :length].tolist()

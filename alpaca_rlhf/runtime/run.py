@@ -1,5 +1,6 @@
 """What one process knows of its run: rank, device, dtype, how to talk to the other ranks and to the person watching."""
 
+import importlib.util
 import os
 import random
 import socket
@@ -169,14 +170,19 @@ class _LogLines:
         sys.stderr.flush()
 
 
-def start_run(*, seed: int, dtype: str = "auto", local_rank: int = -1) -> Run:
+def start_run(*, seed: int, dtype: str = "auto", local_rank: int = -1, deepspeed: bool = False) -> Run:
     """Join the other processes if a launcher started several, choose device and dtype, seed the generators.
 
     seed: for python, numpy and torch, the same on every rank so that models start equal; a step derives its own
     seeds per rank for sampling. dtype: auto, fp32, bf16 or fp16. local_rank: the launcher's flag, used where it
-    sets no LOCAL_RANK. Raises UserError for a dtype or a device that this machine does not have.
+    sets no LOCAL_RANK. deepspeed: whether DeepSpeed will train; several processes need it. Raises UserError for
+    several processes without it, for a missing DeepSpeed, and for a dtype or a device that this machine does not have.
     """
     rank, local_rank, world_size = _ranks(local_rank)
+    if world_size > 1 and not deepspeed:
+        raise UserError(f"{world_size} processes were started without DeepSpeed: add --deepspeed")
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise UserError("--deepspeed needs the package deepspeed; install it with: pip install deepspeed")
     device = _device(local_rank)
     compute_dtype, notice = choose_dtype(dtype, device)
     if device.type == "cpu":

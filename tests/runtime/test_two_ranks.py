@@ -50,7 +50,7 @@ def write_on_node():
 
 def main(argv):
     global run
-    run = start_run(seed=11)
+    run = start_run(seed=11, deepspeed=True)
     result["ranks"] = [run.rank, run.local_rank, run.world_size, run.is_main]
     result["init"] = torch.rand(1).item()
     share = torch.tensor([1.0 + run.rank, 10.0], dtype=torch.float64)

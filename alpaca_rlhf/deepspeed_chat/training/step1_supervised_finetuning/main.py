@@ -42,7 +42,7 @@ CURVES = {"loss": ["loss"], "perplexity": ["eval_perplexity"], "learning_rate": 
 def main(argv: list[str] | None = None) -> None:
     """Read the data, train, evaluate before and after, save."""
     args = parse_step1(argv)
-    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip

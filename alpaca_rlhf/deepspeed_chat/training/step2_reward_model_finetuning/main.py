@@ -46,7 +46,7 @@ CURVES = {"eval_acc": ["eval_accuracy"], "train_loss": ["loss"], "train_reward":
 def main(argv: list[str] | None = None) -> None:
     """Read the pairs, train, evaluate before and after, measure the score statistics, save."""
     args = parse_step2(argv)
-    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
@@ -94,15 +94,17 @@ def main(argv: list[str] | None = None) -> None:
 
     # export, with the distribution of the chosen answers' scores
     if args.output.output_dir:
-        part = "evaluation" if len(data.eval) else "training"
-        stats, population = scores(data.eval or data.train).chosen_stats(), f"chosen answers of the {part} part"
-        run.print(f"score of the {population}: mean {stats.mean:.6f}, std {stats.std:.6f}, count {stats.count}")
+        part = "evaluation" if len(data.eval) > 1 else "training"  # one score has no deviation
+        measured, population = data.eval if len(data.eval) > 1 else data.train, f"chosen answers of the {part} part"
+        stats = scores(measured).chosen_stats()
+        run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
         state = engine.full_state_dict()
 
         def write(folder: Path) -> None:
             adapter_base = args.model.path if args.output.save_adapter else None
             save_trained(folder, model, state, tokenizer, encoder.chat_template, adapter_base)
-            write_reward_stats(folder, stats, population)
+            if stats is not None:
+                write_reward_stats(folder, stats, population)
             save_arguments(folder, {"step": "reward_model", **args.to_dict(), "data_report": data.report})
 
         if run.is_main:

@@ -40,9 +40,12 @@ class PairScores:
             "eval_length_correlation": pearson(scores, lengths),
         }
 
-    def chosen_stats(self) -> RewardStats:
-        """Mean, std (of the population) and count of the chosen answers' scores."""
-        return RewardStats(float(self.chosen.mean()), float(self.chosen.std(correction=0)), len(self.chosen))
+    def chosen_stats(self) -> RewardStats | None:
+        """Mean, std (of the population) and count of the chosen answers' finite scores; None when there is none."""
+        scores = self.chosen[torch.isfinite(self.chosen)]
+        if not len(scores):
+            return None
+        return RewardStats(float(scores.mean()), float(scores.std(correction=0)), len(scores))
 
 
 @torch.no_grad()

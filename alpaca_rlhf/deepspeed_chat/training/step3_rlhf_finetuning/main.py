@@ -9,27 +9,29 @@ in ppo_trainer.py, the formulas are in algorithms/.
 """
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from alpaca_rlhf.algorithms.experience import Experience
 from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
 from alpaca_rlhf.arguments.deepspeed_chat import parse_step3
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step3Arguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.export import export
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_steps
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
-from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import MEMORY_ADVICE, RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
-from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model, check_same_tokenizer
+from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
+    check_model,
+    check_same_tokenizer,
+    note_other_templates,
+)
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
-from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.engines.stepping import TrainingDiverged
-from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.checkpoint import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
@@ -41,7 +43,7 @@ CURVES = {"train_actor_loss": ["actor_loss"], "train_cri_loss": ["critic_loss"],
 def main(argv: list[str] | None = None) -> None:
     """Prompts in, two trained models out."""
     args = parse_step3(argv)
-    run = start_run(seed=args.output.seed, dtype=args.engine.dtype, local_rank=args.engine.local_rank)
+    run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     reward_stats = check_inputs(args)
 
@@ -49,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
     check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
     encoder = TextEncoder(tokenizer, args.data.template)
+    note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
     data = create_prompt_dataset(
         paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
         cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
@@ -127,23 +130,5 @@ def print_answers(run: Run, encoder: TextEncoder, experience: Experience, count:
         run.print(f"--- score {score:.3f}\n{encoder.decode(prompt)}\n>>> {encoder.decode(answer)}")
 
 
-def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, chat_template: str, report: dict) -> None:
-    """OUTPUT/actor, OUTPUT/critic and OUTPUT/actor_ema, each complete and readable alone."""
-    actor, critic = roles.actor, roles.critic
-    policy, value = actor.engine.full_state_dict(), critic.engine.full_state_dict()
-    outputs = {"actor": (actor.module, policy, args.actor), "critic": (critic.module, value, args.critic)}
-    if roles.ema is not None:
-        outputs["actor_ema"] = (actor.module, roles.ema.state_dict(policy), args.actor)
-    for name, (module, state, settings) in outputs.items() if run.is_main else ():
-        adapter_base = settings.path if args.output.save_adapter and settings.lora_dim else None
-
-        def write(folder: Path, name=name, module=module, state=state, adapter_base=adapter_base) -> None:
-            save_trained(folder, module, state, tokenizer, chat_template, adapter_base)
-            save_arguments(folder, {"step": f"ppo_{name}", **args.to_dict(), "data_report": report})
-
-        write_output(Path(args.output.output_dir) / name, write)
-    run.barrier()
-
-
 if __name__ == "__main__":
-    raise SystemExit(command(main)())
+    raise SystemExit(command(main, MEMORY_ADVICE)())

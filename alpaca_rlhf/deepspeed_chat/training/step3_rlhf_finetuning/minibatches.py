@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from alpaca_rlhf.algorithms.experience import Experience
+from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step3Arguments
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_sft
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
@@ -57,6 +58,11 @@ def text_steps(args: Step3Arguments, run: Any, encoder: TextEncoder) -> Iterator
 def plan(args: Step3Arguments, prompts: int, world_size: int) -> tuple[int, int]:
     """Rollouts and optimizer steps of the run: every prompt in each epoch, the incomplete last ones included (P-22)."""
     size = args.rollout_size(world_size)
+    if args.ppo.kl_target is not None and 0.2 * size >= args.ppo.kl_horizon:  # one update could take it below 0
+        raise UserError(
+            f"--kl_horizon {args.ppo.kl_horizon} is too short for rollouts of {size} answers; "
+            f"give more than {size // 5}"
+        )
     rows_per_step = args.ppo.per_device_mini_batch_size * args.schedule.gradient_accumulation_steps * world_size
     sizes = [min(size, prompts - start) for start in range(0, prompts, size)] * args.schedule.num_train_epochs
     sizes = sizes[: args.schedule.max_steps]

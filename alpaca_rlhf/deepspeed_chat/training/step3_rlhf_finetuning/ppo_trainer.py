@@ -4,6 +4,7 @@ Every rank samples and scores its own prompts; then all ranks hold the whole rol
 composition of the minibatches are the same on each and do not depend on how many there are.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ class DeepSpeedPPOTrainer:
             self.kl_controller = AdaptiveKLController(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.skipped = SkippedSteps(max_skipped_steps)
         self.optimizer_steps = 0
+        self.negative_kl = 0  # rollouts in a row
 
     def generate_experience(self, batches: Sequence[dict], round_index: int) -> tuple[Experience, dict[str, float]]:
         """The whole rollout of all ranks, and its figures.
@@ -79,10 +81,24 @@ class DeepSpeedPPOTrainer:
         rollout = replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
 
         averages.reduce(self.run.sum)
+        self._warn(normalized, float(masked_sum(kl, rollout.response_mask)) / len(rollout))
         figures = averages.result() | self._figures(rollout, normalized, ended, kl)
         figures |= {"seconds_generate": generated - started, "seconds_score": time.perf_counter() - generated}
-        self.kl_controller.update(figures["kl"], len(rollout))
+        if math.isfinite(figures["kl"]):
+            self.kl_controller.update(figures["kl"], len(rollout))
         return rollout, figures
+
+    def _warn(self, normalized: Tensor, kl: float) -> None:
+        """Say at once what makes a run pointless: every score clipped (R-05), a KL that stays negative (P-06)."""
+        if bool((normalized.abs() > self.settings.clip_reward).all()):
+            limit = self.settings.clip_reward
+            self.run.print(f"warning: every score is beyond ±{limit} and clipped; see --reward_normalization")
+        self.negative_kl = self.negative_kl + 1 if kl < -0.1 else 0
+        if self.negative_kl == 3:
+            self.run.print(
+                "warning: the KL to the reference has been negative for three rollouts: answers are sampled from "
+                "another distribution than they are scored by (--top_p, --top_k), or the reference is another model"
+            )
 
     def _generate_sequence(self, batch: dict, round_index: int) -> Sequences:
         """Answers to one batch of prompts, with everything after the first EOS masked."""
@@ -120,6 +136,8 @@ class DeepSpeedPPOTrainer:
         """Scores (B,) on the scale of the chosen answers' (saved), of this run's (running), or as they are (off)."""
         if isinstance(self.reward_stats, RunningRewardStats):
             wide = scores[torch.isfinite(scores)].double()
+            if not len(wide):
+                return scores  # nothing to go by; such a rollout is skipped anyway
             self.reward_stats.update(len(wide), float(wide.sum()), float((wide * wide).sum()))
             return self.reward_stats.stats.normalize(scores)
         return scores if self.reward_stats is None else self.reward_stats.normalize(scores)
@@ -158,9 +176,10 @@ class DeepSpeedPPOTrainer:
         """
         started, averages, first = time.perf_counter(), Averages(), {}
         bad_scores = int((~torch.isfinite(experience.scores)).sum())
+        bad = bad_scores or int((~torch.isfinite(experience.advantages.sum(1))).sum())
         for epoch in range(self.settings.epochs):
             for micro_batches in self.minibatches(experience, round_index * self.settings.epochs + epoch):
-                if bad_scores:  # whitening would spread them over the whole rollout: nothing of it can be trained
+                if bad:  # whitening has spread it over the whole rollout: nothing of it can be trained
                     self._skip()
                     continue
                 step = Averages()
@@ -170,8 +189,9 @@ class DeepSpeedPPOTrainer:
                 first = first or {"first_ratio_deviation": figures["ratio_deviation"]}
                 for name, value in figures.items():
                     averages.add(name, value, 1.0)
-        what = f"{bad_scores} of {len(experience)} scores of rollout {round_index + 1} were not finite"
-        if bad_scores:
+        kind = "scores" if bad_scores else "answers' values or log-probs"
+        what = f"{bad} of {len(experience)} {kind} of rollout {round_index + 1} were not finite"
+        if bad:
             self.run.print(f"step {self.optimizer_steps}: {what}; the rollout is skipped")
             self.skipped.note(True, self.optimizer_steps, what)
         return averages.result() | first | {"seconds_train": time.perf_counter() - started}
@@ -195,15 +215,18 @@ class DeepSpeedPPOTrainer:
                 critic.accumulate(rows, tokens=tokens, last=last, averages=averages)
             if texts:
                 self._accumulate_texts(texts, averages)
-        good = self.run.all_true(actor.finite() and critic.finite())
+        losses_good = self.run.all_true(actor.losses_finite() and critic.losses_finite())
+        gradients_finite = actor.engine.gradients_finite() and critic.engine.gradients_finite()
+        good = self.run.all_true(losses_good and gradients_finite)
         self.optimizer_steps += 1
         for name, report in (("actor", actor.finish(good)), ("critic", critic.finish(good))):
             if not report.skipped:
                 averages.add(f"{name}_grad_norm", report.grad_norm / self.run.world_size, 1.0 / self.run.world_size)
             averages.add(f"{name}_skipped", float(report.skipped), 1.0)
         self.roles.step_taken(good)
-        what = "a reward, a loss or a gradient was not finite"
-        self.skipped.note(not good and self.run.dtype != torch.float16, self.optimizer_steps, what)
+        # Under fp16 a gradient may overflow now and then: the loss scale goes down and no harm is done.
+        failed = not losses_good or (not good and self.run.dtype != torch.float16)
+        self.skipped.note(failed, self.optimizer_steps, "a loss or a gradient was not finite")
 
     def _accumulate_texts(self, texts: Sequence[dict], averages: Averages) -> None:
         count = float(self.run.sum(sum(batch["response_mask"][:, 1:].sum() for batch in texts)))

@@ -27,6 +27,12 @@ from alpaca_rlhf.engines.frozen import freeze
 from alpaca_rlhf.rollout.base import SamplingSettings
 from alpaca_rlhf.rollout.hf_generate import HFGenerateRollout
 
+MEMORY_ADVICE = (
+    "use smaller --per_device_train_batch_size and --per_device_mini_train_batch_size, shorter --max_prompt_seq_len "
+    "and --max_answer_seq_len, LoRA with --only_optimize_lora, --actor_gradient_checkpointing and "
+    "--critic_gradient_checkpointing, or --deepspeed with ZeRO stages and --offload"
+)
+
 
 class RLHFEngine:
     """The four roles, the ids they agree on, and what happens around them."""
@@ -64,7 +70,7 @@ class RLHFEngine:
         if self._shares(args.actor):
             around = partial(_adapters_off, engine, model)
             return actor, Reference(engine, temperature=settings.temperature, around=around)
-        frozen = CausalLM(load(notice=_say_nothing, dtype=run.dtype), vocabulary_limit=limit)
+        frozen = CausalLM(load(notice=_say_nothing), vocabulary_limit=limit)  # freeze chooses the precision
         forward = self._freeze(frozen, args.actor, args.offload_reference_model)
         return actor, Reference(forward, temperature=settings.temperature)
 
@@ -82,8 +88,7 @@ class RLHFEngine:
         critic = Critic(engine, module, clip=args.ppo.clip_value)
         if head is not None:
             return critic, reward(SharedRewardModel(engine, module, head), around=engine.evaluation_mode)
-        frozen = load(notice=_say_nothing, dtype=run.dtype)
-        return critic, reward(self._freeze(frozen, args.critic, args.offload_reward_model))
+        return critic, reward(self._freeze(load(notice=_say_nothing), args.critic, args.offload_reward_model))
 
     def _shares(self, model: ModelArguments) -> bool:
         """Whether a frozen role can be the trained one with its adapters off: only adapters (and a head) train."""

@@ -40,9 +40,9 @@ class Trained:
         self._losses_finite = self._losses_finite.to(loss.device) & torch.isfinite(loss.detach())
         self.engine.accumulate(loss, last=last)
 
-    def finite(self) -> bool:
-        """Whether every loss and every gradient since the last step was finite on this rank."""
-        return bool(self._losses_finite) and self.engine.gradients_finite()
+    def losses_finite(self) -> bool:
+        """Whether every loss since the last step was finite on this rank."""
+        return bool(self._losses_finite)
 
     def finish(self, good: bool) -> StepReport:
         """Take the optimizer step, or throw the gradients away; the trainer decides for both roles together (Z-07)."""

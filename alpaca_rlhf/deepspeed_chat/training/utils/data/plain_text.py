@@ -24,7 +24,7 @@ def load_plain_text(
     """
     ids: list[int] = []
     for table in open_source(name, cache_dir, config).train:
-        column = COLUMN if COLUMN in table.columns else table.columns[0]
+        column = next((name for name in (COLUMN, *table.columns) if name in table.columns), COLUMN)
         for number, row in table.rows:
             text = row.get(column) if isinstance(row, dict) else None
             if not isinstance(text, str):

@@ -1,6 +1,6 @@
 """Refuse, from configurations alone and before any weights are read, what cannot work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +27,14 @@ def check_model(
     check_positions(config, f"the model {path}", needed_positions, parts)
     if lora_module_names is not None:
         check_lora_module_names(config, lora_module_names)
+
+
+def note_other_templates(chat_template: str, notice: Callable[[str], None], *paths: str) -> None:
+    """Say so when a model was trained on another chat template than the one that prompts are rendered with now."""
+    for path in paths:
+        own = load_tokenizer(path, notice=lambda _: None).chat_template
+        if own is not None and own != chat_template:
+            notice(f"warning: {path} was trained with another chat template than the prompts get now; see --template")
 
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *paths: str) -> None:

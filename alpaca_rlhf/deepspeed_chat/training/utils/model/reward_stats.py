@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from alpaca_rlhf.algorithms.rewards import RewardStats
+from alpaca_rlhf.algorithms.rewards import MIN_STD, RewardStats
 from alpaca_rlhf.arguments.errors import UserError
 
 FILE = "reward_stats.json"
@@ -40,6 +40,8 @@ def read_reward_stats(directory: str | Path) -> RewardStats:
         raise UserError(f"{path} cannot be read ({error!r}): {remedy}") from error
     if digest != weights_digest(directory):
         raise UserError(f"{path} was measured with other weights than those in {directory}: {remedy}")
+    if stats.std < MIN_STD:
+        raise UserError(f"the scores in {path} do not vary (std {stats.std} over {stats.count} answers): {remedy}")
     return stats
 
 
