@@ -54,14 +54,10 @@ class _StepArguments(Settings):
                     f"<engine.deepspeed> is not given; add <engine.deepspeed>, or leave <{name}.zero_stage> away"
                 )
         if self.output.save_adapter and not self.only_optimize_lora:
-            raise SettingError(
-                "<output.save_adapter> keeps the adapter alone, but without <only_optimize_lora> the base is trained "
-                "too, so the adapter on the old base would be another model; add <only_optimize_lora>"
-            )
-        if self.output.save_adapter and not any(model.lora_dim for model in models.values()):
             ranks = " and ".join(f"<{name}.lora_dim>" for name in names)
             raise SettingError(
-                f"<output.save_adapter> has no adapter to keep while {ranks} is 0; give a rank such as 8"
+                "<output.save_adapter> keeps an adapter alone, which is the trained model only if nothing else is "
+                f"trained; add <only_optimize_lora>, with {ranks} such as 8"
             )
 
 

@@ -232,6 +232,8 @@ def companions(step, row):
         if name in ("save_adapter", "only_optimize_lora"):
             ranks = ("--actor_lora_dim", "--critic_lora_dim") if step == 3 else ("--lora_dim",)
             words += [word for rank in ranks for word in (rank, "4")]
+        if name == "save_adapter":
+            words.append("--only_optimize_lora")
     return words
 
 

@@ -94,9 +94,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # export, with the distribution of the chosen answers' scores
     if args.output.output_dir:
-        part = "evaluation" if len(data.eval) > 1 else "training"  # one score has no deviation
-        measured, population = data.eval if len(data.eval) > 1 else data.train, f"chosen answers of the {part} part"
-        stats = scores(measured).chosen_stats()
+        part, measured = ("evaluation", data.eval) if len(data.eval) > 1 else ("training", data.train)
+        stats, population = scores(measured).chosen_stats(), f"chosen answers of the {part} part"
         run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
         state = engine.full_state_dict()
 
