@@ -19,7 +19,8 @@ def folder(tmp_path_factory):
 
 
 def compare(folder, out, *words):
-    argv = ["--prompts", folder / "prompts.jsonl", "--output_dir", out, "--max_answer_seq_len", 8, *words]
+    lengths = ["--max_prompt_seq_len", 64, "--max_answer_seq_len", 8]
+    argv = ["--prompts", folder / "prompts.jsonl", "--output_dir", out, *lengths, *words]
     return command(main)([str(word) for word in argv])
 
 

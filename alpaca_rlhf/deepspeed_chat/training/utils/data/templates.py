@@ -110,8 +110,8 @@ class TextEncoder:
         self._eats_right = {index for index, token in added.items() if token.special and token.rstrip}
         names = sorted(self._special_ids, key=len, reverse=True)
         self._special_names = re.compile("(" + "|".join(re.escape(name) for name in names) + ")")
-        reserved = {self.eos_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        unknown = {tokenizer.unk_token_id} - reserved  # <unk> may stand for plain text, EOS never may
+        # <unk> may stand for plain text, also where it is the padding too (masks come from lengths); EOS never may.
+        unknown = {tokenizer.unk_token_id} - {self.eos_id, tokenizer.bos_token_id}
         self._forbidden = set(self._special_ids.values()) - unknown
         self._recent: dict[str, list[int]] = {}  # a dialogue is encoded again for each early turn it loses
         self._anchors = self._probe_anchors()
