@@ -88,6 +88,6 @@ def _equals_one_process(folder: Path) -> None:
             assert near, f"{name} {key}: {(theirs[key] - ours[key]).abs().max()}"
     # For the same reason PPO, whose first gradients are far smaller, is compared by what its first rollout logged.
     theirs, ours = metrics(folder / "final")[0], metrics(one / "final")[0]
-    for key in ours:
-        if key != "time" and not key.startswith("seconds") and "ratio" not in key and "policy_kl" not in key:
-            assert theirs[key] == pytest.approx(ours[key], rel=2e-3, abs=1e-5), key
+    for key in ("score", "score_std", "normalized_score", "reward", "length", "entropy", "distinct_2", "answer_tokens",
+                "ended_share", "explained_variance"):  # fmt: skip
+        assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-5), key
