@@ -13,14 +13,13 @@ from alpaca_rlhf.rollout.base import Rollout, SamplingSettings
 class HFGenerateRollout(Rollout):
     """Samples from the very module that trains, so there is nothing to bring up to date.
 
-    ``synchronised``: every rank takes as many decoding steps as the slowest (weights sharded by ZeRO-3 are gathered by
-    all ranks together at each step, so a rank that stopped early would leave the others waiting; Z-02).
+    Call it inside the engine's ``gathered()``: under ZeRO-3 the weights are then whole on every rank, and ranks may
+    stop at different lengths without waiting for one another (Z-02).
     """
 
-    def __init__(self, model: PreTrainedModel, settings: SamplingSettings, *, synchronised: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, settings: SamplingSettings) -> None:
         self.model = model
         self.settings = settings
-        self.synchronised = synchronised
 
     @torch.no_grad()
     def generate(self, prompt_ids: Tensor, prompt_mask: Tensor, uniforms: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ class HFGenerateRollout(Rollout):
                 attention_mask=prompt_mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
-                synced_gpus=self.synchronised,
+                synced_gpus=False,
             )
         return sequences[:, prompt_ids.shape[1] :]
 

@@ -64,6 +64,7 @@ def test_figures():
     [
         (("--models", "nowhere/model"), "nowhere/model"),
         (("--models", "A", "--names", "one", "two"), "--names"),
+        (("--models", "A", "A"), "--names"),
         (("--models", "A", "--max_answer_seq_len", "0"), "--max_answer_seq_len"),
         (("--models", "A", "--max_prompt_seq_len", "3"), "tokens"),
     ],

@@ -94,6 +94,23 @@ def test_R05_statistics_of_other_weights_are_refused(done, tmp_path, capsys):
     assert "other weights" in capsys.readouterr().err
 
 
+def test_R05_scores_that_do_not_vary_cannot_be_normalised(done, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(done / "critic", tmp_path / "critic")
+    stats = json.loads((tmp_path / "critic" / "reward_stats.json").read_text())
+    (tmp_path / "critic" / "reward_stats.json").write_text(json.dumps({**stats, "std": 0.0}))
+    flags = {"actor_model_name_or_path": done / "actor", "critic_model_name_or_path": tmp_path / "critic"}
+    assert run_step(3, done, **flags) == 2
+    assert "do not vary" in capsys.readouterr().err
+
+
+def test_P17_a_horizon_shorter_than_a_rollout_is_refused(done, capsys):
+    flags = {"kl_target": 6, "kl_horizon": 1, "per_device_train_batch_size": 8}
+    assert run_step(3, done, **trained(done), **flags) == 2
+    assert "--kl_horizon 1" in capsys.readouterr().err
+
+
 @pytest.fixture
 def always_eos(done, tmp_path):
     """An actor that ends its answer at once, whatever the prompt."""
