@@ -78,14 +78,6 @@ class Run:
         dist.all_gather_object(objects, obj)
         return objects
 
-    def broadcast(self, obj: Any) -> Any:
-        """The main rank's object, on every rank."""
-        if self.world_size == 1:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=0)
-        return objects[0]
-
     def write_once(self, done: Callable[[], bool], write: Callable[[], None]) -> None:
         """Let one rank per file system write what all ranks then read.
 

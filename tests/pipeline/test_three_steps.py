@@ -54,7 +54,8 @@ def test_sft_and_reward_model_learn(done):
 
 def test_P12_the_ppo_log_holds_what_a_person_needs(done):
     names = ("score", "normalized_score", "kl", "kl_coef", "length", "ended_share", "empty_share", "entropy",
-             "distinct_2", "clip_share", "explained_variance", "actor_loss", "critic_loss", "clipped_score_share",
+             "distinct_2", "distinct_token_share", "padding_share", "clip_share", "explained_variance",
+             "actor_loss", "critic_loss", "clipped_score_share",
              "actor_grad_norm", "critic_grad_norm", "first_ratio_deviation")  # fmt: skip
     for record in metrics(done / "final"):
         for name in names:

@@ -59,7 +59,6 @@ def main(argv):
     result["max"] = run.max(share).tolist()
     result["all_true"] = [run.all_true(True), run.all_true(run.is_main), run.all_true(False)]
     result["gather"] = run.gather({"rank": run.rank})
-    result["broadcast"] = run.broadcast(f"from {run.rank}")
     cache = folder / "cache"
     result["written"] = outcome(cache.exists, write_cache)
     result["cache"] = cache.read_text()
@@ -122,7 +121,6 @@ def test_D01_P20_two_ranks_agree_and_fail_together(tmp_path):
         assert result["max"] == [2.0, 10.0]
         assert result["all_true"] == [True, False, False]
         assert result["gather"] == [{"rank": 0}, {"rank": 1}]
-        assert result["broadcast"] == "from 0"
         assert result["written"] == ["", ""]
         assert result["cache"] == "0"
     assert "wrote" in main and "wrote" not in other

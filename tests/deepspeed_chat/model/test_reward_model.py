@@ -242,7 +242,7 @@ def test_L04_the_head_trains_when_the_decoder_is_frozen(tmp_path, texts):
     optimizer.step()
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)}
     assert "model.score.weight" in changed and changed <= trained
-    parts = [*model.head_parameters(), *model.backbone_parameters()]
+    parts = [*model.head_parameters(), *model.model.base_model.parameters()]
     assert len(parts) == len(list(model.parameters())) == len({id(p) for p in parts})
 
 

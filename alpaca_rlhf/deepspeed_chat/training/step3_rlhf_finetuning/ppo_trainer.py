@@ -17,7 +17,15 @@ from alpaca_rlhf.algorithms.advantages import gae
 from alpaca_rlhf.algorithms.experience import Experience
 from alpaca_rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
 from alpaca_rlhf.algorithms.masking import first_eos_mask, masked_sum, whiten
-from alpaca_rlhf.algorithms.metrics import Averages, distinct_n, ended_rows, explained_variance
+from alpaca_rlhf.algorithms.metrics import (
+    Averages,
+    distinct_n,
+    distinct_token_shares,
+    empty_rows,
+    ended_rows,
+    explained_variance,
+    padding_share,
+)
 from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats, shape_rewards
 from alpaca_rlhf.arguments.schema import PPOArguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
@@ -158,8 +166,10 @@ class DeepSpeedPPOTrainer:
             "kl_coef": self.kl_controller.kl_coef,
             "length": float(lengths.mean()),
             "ended_share": float(ended.double().mean()),
-            "empty_share": float((ended & (lengths == 1)).double().mean()),
+            "empty_share": float(empty_rows(rollout.responses, mask, self.roles.eos_ids).double().mean()),
             "distinct_2": distinct_n(answers, 2),
+            "distinct_token_share": float(distinct_token_shares(rollout.responses, mask).double().mean()),
+            "padding_share": padding_share(rollout.attention_mask),
             "explained_variance": explained_variance(rollout.values, rollout.returns, mask),
             "answers": float(len(rollout)),
             "answer_tokens": float(lengths.sum()),

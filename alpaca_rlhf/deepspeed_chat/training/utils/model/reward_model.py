@@ -248,10 +248,6 @@ class RewardModel(nn.Module):
         """Head and offset: trained also when the decoder is frozen."""
         return [*self.model.score.parameters(), *([] if self.offset is None else [self.offset])]
 
-    def backbone_parameters(self) -> list[nn.Parameter]:
-        """All but :meth:`head_parameters`, adapters included."""
-        return list(self.model.base_model.parameters())
-
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of ``.model`` from that of this wrapper; and set ``config.score_offset``."""
         state = dict(state_dict)
