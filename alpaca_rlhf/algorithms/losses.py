@@ -176,8 +176,10 @@ def value_loss_sum(
         return ValueLoss(0.5 * error.sum(), torch.zeros((), device=values.device))
     _not_negative("clip", clip)
     old = keep(old_values.detach(), response_mask)
-    clipped_error = (old + (new - old).clamp(-clip, clip) - target).square()
-    clip_count = (clipped_error > error).float().sum()
+    move = new - old
+    clipped_error = (old + move.clamp(-clip, clip) - target).square()
+    # old + (new - old) rounds: a value that stayed within the clip may look worse by its last place, uncut.
+    clip_count = ((clipped_error > error) & (move.abs() > clip)).float().sum()
     return ValueLoss(0.5 * torch.maximum(error, clipped_error).sum(), clip_count)
 
 

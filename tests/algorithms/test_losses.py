@@ -250,6 +250,14 @@ def test_value_loss_by_hand():
     assert clip_count.item() == 0
 
 
+def test_a_value_within_the_clip_is_not_counted_for_its_rounding():
+    old_values = torch.linspace(-0.05, 0.05, 997)[None]
+    values = torch.linspace(0.049, -0.048, 997)[None]  # moves of 0.1 at most: old + (new - old) is not new everywhere
+    assert not torch.equal(old_values + (values - old_values), values)
+    result = value_loss_sum(values, old_values, torch.ones(1, 997), torch.ones(1, 997), 0.2)
+    assert result.clip_count.item() == 0
+
+
 @pytest.mark.parametrize("clip", [0.2, None])
 def test_value_loss_equals_the_loop_and_nothing_leaks_from_padding(clip):
     tensors, mask = random_case(["values", "old_values", "returns"])
