@@ -95,6 +95,7 @@ def _output(step: int) -> list[Row]:
         _row(group, "--output_dir", "output.output_dir", TEXT),
         _row(group, "--seed", "output.seed", INTEGER),
         _row(group, "--save_adapter", "output.save_adapter", SWITCH),
+        _row(group, "--inspect", "output.inspect", INTEGER),
         _row(group, "--enable_tensorboard", "output.enable_tensorboard", SWITCH),
         _row(group, "--tensorboard_path", "output.tensorboard_path", TEXT, default=f"step{step}_tensorboard"),
     ]
@@ -235,6 +236,7 @@ def _ppo() -> list[Row]:
         _row(group, "--kl_target", "ppo.kl_target", NUMBER),
         _row(group, "--kl_horizon", "ppo.kl_horizon", INTEGER),
         _row(group, "--clip_ratio --eps_clip", "ppo.clip_ratio", NUMBER),
+        _row(group, "--kl_alarm", "ppo.kl_alarm", NUMBER),
         _row(group, "--clip_value --value_clip", "ppo.clip_value", NUMBER),
         _row(group, "--clip_reward", "ppo.clip_reward", NUMBER),
         _row(group, "--gamma", "ppo.gamma", NUMBER),

@@ -175,3 +175,6 @@ class OutputArguments(Settings):
     print_answers_interval: int = setting(
         0, "print sample prompts and answers every so many steps; 0 = never", at_least=0
     )
+    inspect: int = setting(
+        0, "print so many training records as the model will see them, then stop before any model loads", at_least=0
+    )

@@ -67,7 +67,7 @@ SCHEDULE = {
     "num_warmup_steps": 0, "max_grad_norm": 1, "max_skipped_steps": 3,
 }  # fmt: skip
 ENGINE = {"deepspeed": True, "dtype": "auto", "local_rank": 1}
-OUTPUT = {"seed": 1234, "enable_tensorboard": False, "save_adapter": False, "print_answers_interval": 0}
+OUTPUT = {"seed": 1234, "enable_tensorboard": False, "save_adapter": False, "print_answers_interval": 0, "inspect": 0}
 
 
 def test_seed_command_of_step_1_means_what_it_says():
@@ -120,8 +120,8 @@ def test_seed_command_of_step_3_means_what_it_says():
         },
         "ppo": {
             "epochs": 2, "per_device_mini_batch_size": 4, "kl_coef": 0.05, "kl_estimator": "k1", "kl_target": None,
-            "kl_horizon": 10000, "clip_ratio": 0.2, "clip_value": 0.2, "clip_reward": 5, "gamma": 1, "lam": 0.95,
-            "whiten_advantages": True, "reward_normalization": "saved", "missing_eos_penalty": None,
+            "kl_horizon": 10000, "kl_alarm": None, "clip_ratio": 0.2, "clip_value": 0.2, "clip_reward": 5, "gamma": 1,
+            "lam": 0.95, "whiten_advantages": True, "reward_normalization": "saved", "missing_eos_penalty": None,
         },
         "enable_ema": False,
         "ema_decay": 0.992,

@@ -53,7 +53,7 @@ def test_defaults_are_those_of_the_contract():
     assert DataArguments().paths == ("Dahoas/rm-static",)
     assert step3().ppo == PPOArguments(
         epochs=1, per_device_mini_batch_size=16, kl_coef=0.05, kl_estimator="k1", kl_target=None, kl_horizon=10000,
-        clip_ratio=0.2, clip_value=0.2, clip_reward=5.0, gamma=1.0, lam=0.95, whiten_advantages=True,
+        kl_alarm=None, clip_ratio=0.2, clip_value=0.2, clip_reward=5.0, gamma=1.0, lam=0.95, whiten_advantages=True,
         reward_normalization="saved", missing_eos_penalty=None,
     )  # fmt: skip
     assert Step2Arguments(**common(), model=model()).pair_loss == "end"

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from alpaca_rlhf.algorithms.losses import sft_loss_sum
 from alpaca_rlhf.algorithms.metrics import perplexity
@@ -22,6 +21,7 @@ from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step1Arguments
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_sft
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptData, create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.inspection import show_records
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
@@ -56,11 +56,11 @@ def main(argv: list[str] | None = None) -> None:
         probs=args.data.probs, max_samples=args.data.max_samples, workers=args.data.workers,
     )  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
-    accumulation = args.schedule.gradient_accumulation_steps
-    loader = StepLoader(
-        data.train, partial(collate_sft, pad_id=encoder.pad_id), micro_batch_size=args.per_device_train_batch_size,
-        micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size, seed=args.output.seed,
-    )  # fmt: skip
+    if args.output.inspect:
+        return show_records(data.train, encoder, 1, args.output.inspect, run.print)
+    collate, accumulation = partial(collate_sft, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
+    loader = StepLoader(data.train, collate, micro_batch_size=args.per_device_train_batch_size, seed=args.output.seed,
+                        micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size)  # fmt: skip
     total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
 
     # model and engine
@@ -124,7 +124,7 @@ def train(args: Step1Arguments, run: Run, engine: Engine, loader: StepLoader, ev
     bar.close()
 
 
-def batch_loss(engine: Engine, batch: dict) -> Tensor:
+def batch_loss(engine: Engine, batch: dict) -> torch.Tensor:
     """Summed cross-entropy (nats) of the trained tokens of one micro-batch."""
     mask = batch["response_mask"][:, 1:]
     scores = engine(batch["input_ids"], batch["attention_mask"], mask)

@@ -24,6 +24,7 @@ from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs imp
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptDataset, create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.inspection import show_records
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
         max_samples=args.data.max_samples, workers=args.data.workers,
     )  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
+    if args.output.inspect:
+        return show_records(data.train, encoder, 2, args.output.inspect, run.print)
     collate, accumulation = partial(collate_pairs, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
     loader = StepLoader(
         data.train, collate, micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,

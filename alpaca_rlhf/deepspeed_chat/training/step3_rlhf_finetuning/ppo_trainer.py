@@ -28,6 +28,7 @@ from alpaca_rlhf.algorithms.metrics import (
 )
 from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats, shape_rewards
 from alpaca_rlhf.arguments.schema import PPOArguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.alarms import Alarms, kl_limit
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Sequences
 from alpaca_rlhf.engines.stepping import SkippedSteps, to_device
@@ -61,7 +62,8 @@ class DeepSpeedPPOTrainer:
             self.kl_controller = AdaptiveKLController(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.skipped = SkippedSteps(max_skipped_steps)
         self.optimizer_steps = 0
-        self.negative_kl = 0  # rollouts in a row
+        limit = kl_limit(settings.kl_alarm, settings.kl_target)
+        self.alarms = Alarms(kl_limit=limit, clip_reward=settings.clip_reward)
 
     def generate_experience(self, batches: Sequence[dict], round_index: int) -> tuple[Experience, dict[str, float]]:
         """The whole rollout of all ranks, and its figures.
@@ -89,24 +91,17 @@ class DeepSpeedPPOTrainer:
         rollout = replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
 
         averages.reduce(self.run.sum)
-        self._warn(normalized, float(masked_sum(kl, rollout.response_mask)) / len(rollout))
         figures = averages.result() | self._figures(rollout, normalized, ended, kl)
         figures |= {"seconds_generate": generated - started, "seconds_score": time.perf_counter() - generated}
         if math.isfinite(figures["kl"]):
             self.kl_controller.update(figures["kl"], len(rollout))
         return rollout, figures
 
-    def _warn(self, normalized: Tensor, kl: float) -> None:
-        """Say at once what makes a run pointless: every score clipped (R-05), a KL that stays negative (P-06)."""
-        if bool((normalized.abs() > self.settings.clip_reward).all()):
-            limit = self.settings.clip_reward
-            self.run.print(f"warning: every score is beyond ±{limit} and clipped; see --reward_normalization")
-        self.negative_kl = self.negative_kl + 1 if kl < -0.1 else 0
-        if self.negative_kl == 3:
-            self.run.print(
-                "warning: the KL to the reference has been negative for three rollouts: answers are sampled from "
-                "another distribution than they are scored by (--top_p, --top_k), or the reference is another model"
-            )
+    def watch(self, figures: dict[str, float]) -> dict[str, float]:
+        """Print the alarms that begin with these figures of a rollout and its training; returns what to log of all."""
+        for sentence in self.alarms.rollout(figures):
+            self.run.print(sentence)
+        return self.alarms.metrics()
 
     def _generate_sequence(self, batch: dict, round_index: int) -> Sequences:
         """Answers to one batch of prompts, with everything after the first EOS masked."""
