@@ -150,10 +150,10 @@ class PPOArguments(Settings):
     kl_horizon: int = setting(
         10000, "answers over which an adaptive <kl_coef> reacts; larger = slower", at_least=1, needs="kl_target"
     )
-    clip_ratio: float = setting(0.2, "PPO's epsilon: the policy ratio counts within 1 +- this", above=0)
     kl_alarm: float | None = setting(
         None, "KL per answer (nats) beyond which the log says so; absent, three times <kl_target>, else 30", above=0
     )
+    clip_ratio: float = setting(0.2, "PPO's epsilon: the policy ratio counts within 1 +- this", above=0)
     clip_value: float = setting(0.2, "new values count within old values +- this", above=0)
     clip_reward: float = setting(5.0, "normalised scores are cut to +- this", above=0)
     gamma: float = setting(1.0, "discount per token", at_least=0, at_most=1)

@@ -21,8 +21,8 @@ from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer impor
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import MEMORY_ADVICE, RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
-from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
 from alpaca_rlhf.deepspeed_chat.training.utils.data.inspection import show_records
+from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         max_samples=args.data.max_samples, workers=args.data.workers,
     )  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
-    prompts = StepLoader(
-        data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
     if args.output.inspect:
         return show_records(data.train, encoder, 3, args.output.inspect, run.print)
+    prompts = StepLoader(
+        data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
         micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
         seed=args.output.seed,
     )  # fmt: skip
@@ -94,9 +94,9 @@ def main(argv: list[str] | None = None) -> None:
                 figures |= trainer.train_rlhf(experience, round_index)
             except TrainingDiverged as stop:
                 diverged = stop  # the last good weights are saved all the same
+            figures |= trainer.watch(figures)
             round_index += 1
             log.log(trainer.optimizer_steps, {"epoch": epoch, "rollout": round_index} | figures)
-            figures |= trainer.watch(figures)
             if args.output.print_answers_interval and round_index % args.output.print_answers_interval == 0:
                 print_answers(run, encoder, experience)
             bar.set_postfix({"score": f"{figures['normalized_score']:.2f}", "kl": f"{figures['kl']:.2f}"})
