@@ -64,10 +64,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.output.inspect:
         return show_records(data.train, encoder, 2, args.output.inspect, run.print)
     collate, accumulation = partial(collate_pairs, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
-    loader = StepLoader(
-        data.train, collate, micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,
-        rank=run.rank, world_size=run.world_size, seed=args.output.seed,
-    )  # fmt: skip
+    loader = StepLoader(data.train, collate, micro_batch_size=args.per_device_train_batch_size, seed=args.output.seed,
+                        micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size)  # fmt: skip
     total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
 
     # model and engine
