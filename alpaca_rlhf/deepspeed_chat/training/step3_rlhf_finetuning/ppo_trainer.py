@@ -76,7 +76,10 @@ class DeepSpeedPPOTrainer:
         generated = time.perf_counter()
         local = self._score(sampled, batches, averages)  # 3
         rollout = Experience.concat(self.run.gather(local), pad_id=self.roles.pad_id)
-        rollout = rollout.select(rollout.row_mask.nonzero()[:, 0])  # without the rows that only evened out the ranks
+        # In the order in which the prompts were dealt out to the ranks, or a minibatch would hold other rows with each
+        # number of ranks; and without the rows that only evened out the ranks.
+        dealt = torch.arange(len(rollout)).view(self.run.world_size, -1).T.flatten()
+        rollout = rollout.select(dealt[rollout.row_mask[dealt] > 0])
 
         normalized = self._normalize(rollout.scores)  # 4
         clipped = normalized.clamp(-settings.clip_reward, settings.clip_reward)
