@@ -28,7 +28,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.data.inspection import show_recor
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
-from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model, note_other_shares
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import write_reward_stats
 from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
 
     # text → ids → batches
+    note_other_shares(args.data.paths, args.data.split, args.data.seed, run.print, args.model.path)
     tokenizer = load_tokenizer(args.model.path, notice=run.print)
     encoder = TextEncoder(tokenizer, args.data.template)
     data = create_prompt_dataset(

@@ -1,6 +1,9 @@
 """Refuse, from configurations alone and before any weights are read, what cannot work."""
 
+import json
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +38,38 @@ def note_other_templates(chat_template: str, notice: Callable[[str], None], *pat
         own = load_tokenizer(path, notice=lambda _: None).chat_template
         if own is not None and own != chat_template:
             notice(f"warning: {path} was trained with another chat template than the prompts get now; see --template")
+
+
+def note_other_shares(
+    paths: Sequence[str], split: Sequence[float], seed: int, notice: Callable[[str], None], *models: str
+) -> None:
+    """Say so when a model was trained on shares of the same data that were cut otherwise: some of this step's records
+    may be among those it has seen (D-10).
+
+    Args:
+        paths, split, seed: this step's data sets, ``--data_split`` and ``--data_seed``.
+        models: directories of earlier steps; what no step of this program has made says nothing.
+    """
+    mine = {os.path.realpath(path) for path in paths}
+    for model in models:
+        file = Path(model) / "training_arguments.json"
+        made = json.loads(file.read_text(encoding="utf-8")).get("data") if file.is_file() else None
+        if not isinstance(made, dict) or not {"paths", "sft_only_paths", "split", "seed"} <= made.keys():
+            continue
+        shared = [path for path in made["paths"] if os.path.realpath(path) in mine]
+        whole = [path for path in made["sft_only_paths"] if os.path.realpath(path) in mine]
+        cut_alike = _shares(made["split"]) == _shares(split) and made["seed"] == seed
+        if whole or (shared and not cut_alike):
+            how = f"--data_split {','.join(f'{part:g}' for part in made['split'])} --data_seed {made['seed']}"
+            notice(
+                f"warning: {model} was trained on {'all of ' + whole[0] if whole else f'{shared[0]} with {how}'}, so "
+                "records of this step may be among those it has seen; give all steps the same --data_split and "
+                "--data_seed"
+            )
+
+
+def _shares(split: Sequence[float]) -> list[float]:
+    return [round(part / sum(split), 9) for part in split]
 
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *paths: str) -> None:
