@@ -45,10 +45,11 @@ LORA = {"lora_dim": 4, "lora_alpha": 8, "only_optimize_lora": True}
 LORA3 = {
     "actor_lora_dim": 4, "actor_lora_alpha": 8, "critic_lora_dim": 4, "critic_lora_alpha": 8, "only_optimize_lora": True
 }  # fmt: skip
+TEXTS = {"unsupervised_dataset_name": Path("texts.jsonl"), "unsup_coef": 0.5}
 
 
 def write_data(folder: Path) -> None:
-    """21 pairs to train on and 7 to evaluate on: prompts of 2 to 10 words, answers of 1 to 9."""
+    """21 pairs to train on and 7 to evaluate on: prompts of 2 to 10 words, answers of 1 to 9; and plain texts."""
     words, rows, chance = [word for word in WORDS if word.isalpha()], [], random.Random(0)
     for _ in range(28):
         prompt, chosen, rejected = (
@@ -58,12 +59,15 @@ def write_data(folder: Path) -> None:
         rows.append(row)
     write_jsonl(folder / "train.jsonl", rows[:21])
     write_jsonl(folder / "test.jsonl", rows[21:])
+    texts = [{"text": " ".join(chance.choices(words, k=chance.randint(3, 20)))} for _ in range(12)]
+    write_jsonl(folder.parent / "texts.jsonl", texts)
 
 
 def argv(step: int, folder: Path, output: Path, **flags: object) -> list[str]:
     """The command line of a step in ``folder`` (data, cache, base, actor, critic).
 
-    ``flags`` go over the reference's: name → value; True is a switch, None leaves the flag out.
+    ``flags`` go over the reference's: name → value; True is a switch, None leaves the flag out, a path is one in
+    ``folder``.
     """
     given = {"data_path": folder / "data", "data_output_path": folder / "cache", "data_split": SPLITS[step]}
     if step < 3:
@@ -72,6 +76,7 @@ def argv(step: int, folder: Path, output: Path, **flags: object) -> list[str]:
         given |= {"actor_model_name_or_path": folder / "actor", "critic_model_name_or_path": folder / "critic"}
     words: list[str] = []
     for name, value in (given | REFERENCE[step] | flags | {"output_dir": output}).items():
+        value = folder / value if isinstance(value, Path) else value
         if value is not None:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words

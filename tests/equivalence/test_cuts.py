@@ -5,8 +5,7 @@ import pytest
 from alpaca_rlhf.deepspeed_chat.training.step1_supervised_finetuning import main as step1
 from alpaca_rlhf.engines.stepping import StepOutcome, optimizer_step
 from tests.equivalence.comparison import TOLERANCE, assert_equal_runs, largest_difference
-from tests.equivalence.runs import LORA, LORA3, Runs
-from tests.tiny import write_jsonl
+from tests.equivalence.runs import LORA, LORA3, TEXTS, Runs
 
 CUTS = [(2, 4), (1, 8)]
 RUNNING = {"reward_normalization": "running", "kl_target": 0.5, "kl_horizon": 100}
@@ -47,12 +46,8 @@ def test_per_token_pairs(runs: Runs):
 
 def test_ppo_with_text(runs: Runs):
     """The text's micro-batches follow those of PPO in the actor's step only."""
-    sentences = ["the cat eats", "a dog runs and eats apples", "one two three green red blue", "the moon and the sun"]
-    rows = [{"text": f"{one} {two}"} for one in sentences for two in sentences]
-    texts = write_jsonl(runs.folder / "texts.jsonl", rows)
-    given = {"unsupervised_dataset_name": texts, "unsup_coef": 0.5}
     row = "step 3, llama, with plain text, 2x4 against 8x1"
-    assert_equal_runs(row, runs.run(3, **given), runs.run(3, **given, **cut(3, 2, 4)))
+    assert_equal_runs(row, runs.run(3, **TEXTS), runs.run(3, **TEXTS, **cut(3, 2, 4)))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
