@@ -6,13 +6,14 @@ import os
 import pytest
 import torch
 
+from alpaca_rlhf.algorithms.metrics import Averages
 from alpaca_rlhf.arguments.errors import UserError
-from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs import PairScores
+from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs import PairScores, batch_loss
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, Turn
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm
-from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
+from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import PairOutput, RewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from tests.deepspeed_chat.data.data_samples import only
 from tests.tiny import PAIRS, save_model, tiny_gpt2, tiny_llama, word_tokenizer
@@ -123,3 +124,14 @@ def test_Z03_the_vocabulary_size_is_that_of_the_embeddings_before_anything_is_sh
         embeddings = model.get_input_embeddings().weight
         assert model.config.vocab_size == embeddings.shape[0] == expected
         assert embeddings.device.type == "cpu" and embeddings.numel() == expected * 16
+
+
+def test_M07_the_accuracy_of_a_step_is_of_its_real_pairs():
+    """Two of three pairs are right; the fourth is a filler, and right too."""
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, 9.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    batch = {"row_mask": torch.tensor([1.0, 1.0, 1.0, 0.0]), "input_ids": None, "attention_mask": None}
+    averages = Averages()
+    output = PairOutput(torch.tensor(1.5), chosen, rejected)
+    assert batch_loss(lambda *_: output, "end", averages, {**batch, "divergence": None, "margin": None}) == 1.5
+    figures = averages.result()
+    assert figures["accuracy"] == pytest.approx(2 / 3) and figures["gap"] == pytest.approx((3 - 2) / 3)
