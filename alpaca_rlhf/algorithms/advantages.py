@@ -9,7 +9,7 @@ from alpaca_rlhf.algorithms.masking import keep
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of every action; arXiv 1506.02438 eq. 16, with the errors of its eq. 9.
+    """Advantages and returns of every action; arXiv 1506.02438 eq. 16.
 
     ``delta[t] = rewards[t] + gamma values[t + 1] - values[t]`` and ``advantages[t] = delta[t] + gamma lam
     advantages[t + 1]``. The recursion starts at the last action of each row with next value and next advantage 0: what
