@@ -8,6 +8,7 @@ the user's own folder, ``--lora_module_name`` every linear layer instead of OPT'
 from collections.abc import Sequence
 
 from alpaca_rlhf.arguments.parser import (
+    FOLDER,
     INTEGER,
     NAMES,
     NUMBER,
@@ -94,6 +95,9 @@ def _output(step: int) -> list[Row]:
     return [
         _row(group, "--output_dir", "output.output_dir", TEXT),
         _row(group, "--seed", "output.seed", INTEGER),
+        _row(group, "--save_steps", "output.save_steps", INTEGER),
+        _row(group, "--keep_checkpoints", "output.keep_checkpoints", INTEGER),
+        _row(group, "--resume", "output.resume", FOLDER),
         _row(group, "--save_adapter", "output.save_adapter", SWITCH),
         _row(group, "--inspect", "output.inspect", INTEGER),
         _row(group, "--enable_tensorboard", "output.enable_tensorboard", SWITCH),

@@ -60,6 +60,7 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     needs: str | None = None,
+    neutral: bool = False,
 ) -> Any:
     """A dataclass field with its one help text.
 
@@ -70,6 +71,7 @@ def setting(
         choices: the words allowed.
         at_least, above, at_most, below: the range of a number (of each number of a tuple).
         needs: the field of the same object without which this one would have no effect.
+        neutral: training gives the same weights with any value, so a run may be resumed with another one.
     """
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     metadata = {
@@ -77,6 +79,7 @@ def setting(
         "choices": choices,
         "limits": {words: limit for words, limit in limits.items() if limit is not None},
         "needs": needs,
+        "neutral": neutral,
     }
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -149,6 +152,17 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Nested dictionary of plain JSON values (tuples as lists), to be saved beside the model."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def decisive(self) -> dict[str, Any]:
+        """Dotted field -> plain value of every setting that the trained weights depend on: all that are not neutral."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Settings):
+                values |= {f"{field.name}.{name}": inner for name, inner in value.decisive().items()}
+            elif not field.metadata["neutral"]:
+                values[field.name] = _plain(value)
+        return values
 
 
 def _plain(value: Any) -> Any:

@@ -55,6 +55,7 @@ WORDS = Kind(lambda words: tuple(_word(word.strip().strip(",")) for word in word
 NAMES = Kind(_names, "names with commas between, such as q_proj,k_proj", "+", "NAME,NAME")
 NUMBERS = Kind(lambda words: tuple(float(x) for x in _commas(words)), "numbers with commas between", "+", "X,X")
 TRUTH = Kind(_truth, "true or false", metavar="{true,false}")
+FOLDER = Kind(lambda words: _word(words[0]) if words else "auto", "a folder", "?", "DIR")
 SWITCH = Kind(lambda words: True, "no value", 0)
 
 _ABSENT = object()  # not None, which is a value
@@ -256,7 +257,7 @@ def _read(one: _Typed) -> _Typed:
     if row.value is not _ABSENT:
         return one._replace(value=row.value)
     raw: Any = one.value
-    words = [raw] if isinstance(raw, str) else raw
+    words = [raw] if isinstance(raw, str) else raw or []
     try:
         return one._replace(value=row.kind.read(words))
     except (ValueError, KeyError):

@@ -21,7 +21,9 @@ class DataArguments(Settings):
     """Which texts, and how they are shared out and encoded."""
 
     paths: tuple[str, ...] = setting(
-        ("Dahoas/rm-static",), "data sets: files, folders or hub names, recognised by their columns"
+        ("Dahoas/rm-static",),
+        "data sets: files, folders or hub names, recognised by their columns",
+        neutral=True,  # what they hold is compared, wherever it lies
     )
     split: tuple[float, float, float] = setting(
         (2.0, 4.0, 4.0),
@@ -29,7 +31,8 @@ class DataArguments(Settings):
         at_least=0,
     )
     sft_only_paths: tuple[str, ...] = setting(
-        (), "further data sets for step 1 only, used whole (MultiTurnAlpaca is unpacked from data/data.zip)"
+        (), "further data sets for step 1 only, used whole (MultiTurnAlpaca is unpacked from data/data.zip)",
+        neutral=True,
     )
     probs: tuple[float, ...] | None = setting(
         None,
@@ -45,15 +48,18 @@ class DataArguments(Settings):
         at_most=2**32 - 1,
     )
     cache_dir: str = setting(
-        factory=default_cache_dir, help="folder for downloaded, unpacked and encoded data, reused by later runs"
+        factory=default_cache_dir, help="folder for downloaded, unpacked and encoded data, reused by later runs",
+        neutral=True,
     )
     template: str = setting(
         "auto",
         "how turns become text: the tokenizer's own chat template if it has one, else human_assistant",
         choices=("auto", "human_assistant", "hh", "openllama2"),
+        neutral=True,  # the encoded data are compared
     )
     workers: int | None = setting(
-        None, "processes that encode data; absent, as many as the machine and the data justify", at_least=1
+        None, "processes that encode data; absent, as many as the machine and the data justify", at_least=1,
+        neutral=True,
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +81,7 @@ class DataArguments(Settings):
 class ModelArguments(Settings):
     """One trained model: where it starts, what of it is trained, how it is held."""
 
-    path: str = setting(help="model to start from: a folder or a hub name")
+    path: str = setting(help="model to start from: a folder or a hub name", neutral=True)  # its weights are compared
     learning_rate: float = setting(
         help="highest learning rate, reached after the warm-up; 0 trains nothing", at_least=0
     )
@@ -97,7 +103,9 @@ class ModelArguments(Settings):
     offload: bool = setting(
         False, "keep the optimizer (at ZeRO stage 3 also the weights) in main memory", needs="zero_stage"
     )
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass: less memory, slower")
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass: less memory, slower", neutral=True
+    )
     dropout: float | None = setting(
         None, "dropout of the model while it trains; absent, as its configuration says", at_least=0, below=1
     )
@@ -153,9 +161,10 @@ class EngineArguments(Settings):
         "auto",
         "precision of the forward and backward pass; auto = bf16 where the device does it well, else fp32",
         choices=DTYPES,
+        neutral=True,  # the precision it leads to is compared
     )
     local_rank: int = setting(
-        -1, "number of this process on its machine; set by the launcher, -1 = no launcher", at_least=-1
+        -1, "number of this process on its machine; set by the launcher, -1 = no launcher", at_least=-1, neutral=True
     )
 
 
@@ -164,16 +173,28 @@ class OutputArguments(Settings):
     """What the run leaves behind, and what it shows."""
 
     output_dir: str | None = setting(
-        None, "folder for the model, its settings and the metrics; absent, nothing is saved"
+        None, "folder for the model, its settings and the metrics; absent, nothing is saved", neutral=True
     )
     seed: int = setting(1234, "seed of everything random but the shares of the data", at_least=0, at_most=2**32 - 1)
-    enable_tensorboard: bool = setting(False, "write TensorBoard event files as well")
-    tensorboard_path: str = setting(help="folder of the event files", needs="enable_tensorboard")
+    save_steps: int = setting(
+        0, "write a checkpoint every so many optimizer steps and at the end; 0 = only when SIGTERM stops the run",
+        at_least=0, needs="output_dir", neutral=True,
+    )  # fmt: skip
+    keep_checkpoints: int = setting(
+        2, "keep so many newest checkpoints; 0 = all", at_least=0, needs="output_dir", neutral=True
+    )
+    resume: str | None = setting(
+        None, "go on from the newest complete checkpoint of this folder (an earlier run's <output_dir>, or one "
+        "checkpoint); auto, or no folder = of <output_dir>, and start anew where there is none yet",
+        needs="output_dir", neutral=True,
+    )  # fmt: skip
+    enable_tensorboard: bool = setting(False, "write TensorBoard event files as well", neutral=True)
+    tensorboard_path: str = setting(help="folder of the event files", needs="enable_tensorboard", neutral=True)
     save_adapter: bool = setting(
-        False, "also keep the LoRA adapter by itself, beside the merged model", needs="output_dir"
+        False, "also keep the LoRA adapter by itself, beside the merged model", needs="output_dir", neutral=True
     )
     print_answers_interval: int = setting(
-        0, "print sample prompts and answers every so many steps; 0 = never", at_least=0
+        0, "print sample prompts and answers every so many steps; 0 = never", at_least=0, neutral=True
     )
     inspect: int = setting(
         0, "print so many training records as the model will see them, then stop before any model loads", at_least=0

@@ -67,10 +67,13 @@ class _SupervisedArguments(_StepArguments):
 
     model: ModelArguments
     per_device_train_batch_size: int = setting(16, "records (step 2: pairs) per process and micro-batch", at_least=1)
-    per_device_eval_batch_size: int = setting(16, "the same in the evaluation; changes no result", at_least=1)
+    per_device_eval_batch_size: int = setting(
+        16, "the same in the evaluation; changes no result", at_least=1, neutral=True
+    )
     max_seq_len: int = setting(512, "most tokens of prompt and answer together", at_least=1)
     eval_interval: int = setting(
-        0, "evaluate every so many optimizer steps; 0 = only before the training and after each epoch", at_least=0
+        0, "evaluate every so many optimizer steps; 0 = only before the training and after each epoch", at_least=0,
+        neutral=True,
     )
 
     def __post_init__(self) -> None:
@@ -185,7 +188,9 @@ class Step3Arguments(_StepArguments):
 
     actor: ModelArguments
     critic: ModelArguments
-    tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; absent, <actor.path>")
+    tokenizer_path: str | None = setting(
+        None, "folder or hub name of the tokenizer; absent, <actor.path>", neutral=True
+    )
     rollout: RolloutArguments
     ppo: PPOArguments
     enable_ema: bool = setting(False, "also keep a moving average of the actor, saved as actor_ema")

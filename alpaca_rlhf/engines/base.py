@@ -143,6 +143,20 @@ class Engine(ABC):
         Must be called on every rank.
         """
 
+    @abstractmethod
+    def shared_state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold once: trained weights, optimizer, schedule, loss scale; tensors are live, not
+        copies. Between two optimizer steps only. No collective; equal on all ranks."""
+
+    @abstractmethod
+    def rank_state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of each rank: its shards; {} where nothing is sharded. No collective."""
+
+    @abstractmethod
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Continue, bit for bit, where :meth:`shared_state` and this rank's :meth:`rank_state` were taken, with the same
+        settings and number of ranks. Must be called on every rank."""
+
     def training_mode(self) -> AbstractContextManager[None]:
         """The module in training mode; every submodule's flag is restored afterwards."""
         return module_mode(self.module, True)
@@ -162,3 +176,16 @@ def cpu_state_dict(module: nn.Module) -> dict[str, Tensor]:
             copies[key] = tensor.detach().to("cpu", copy=True)
         state[name] = copies[key]
     return state
+
+
+def trained_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The live trainable parameters by name; a tied one appears once."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def load_trained_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy what :func:`trained_weights` gave into the same module's parameters, in place."""
+    own = trained_weights(module)
+    assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())
+    for name, parameter in own.items():
+        parameter.copy_(weights[name])

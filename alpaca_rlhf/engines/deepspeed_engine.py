@@ -13,8 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments.errors import UserError
-from .base import Engine, FiniteGradients, OptimizerSettings, StepReport, cpu_state_dict, module_mode
+from .base import (
+    Engine,
+    FiniteGradients,
+    OptimizerSettings,
+    StepReport,
+    cpu_state_dict,
+    load_trained_weights,
+    module_mode,
+    trained_weights,
+)
 from .deepspeed_config import deepspeed_config, frozen_config, initial_scale
+from .deepspeed_state import load_shard_state, shard_state
 from .optimizers import Schedule, create_optimizer, parameter_groups
 
 # Elements that full_state_dict gathers at once under ZeRO-3: what is held beside the shards on each device.
@@ -197,6 +207,28 @@ class DeepSpeedEngine(Engine):
         if self.sharded:
             return _gather_state_dict(module, self._zero)
         return cpu_state_dict(module) if dist.get_rank() == 0 else {}
+
+    def shared_state(self) -> dict[str, Any]:
+        state = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
+        if self._stage < 3:
+            state["weights"] = trained_weights(self.module)
+        if self._stage == 0:
+            state["optimizer"] = self.optimizer.state_dict()
+        return state
+
+    def rank_state(self) -> dict[str, Any]:
+        return {} if self._stage == 0 else shard_state(self.engine.optimizer)
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        if self._stage < 3:
+            load_trained_weights(self.module, shared["weights"])
+        if self._stage == 0:
+            self.optimizer.load_state_dict(shared["optimizer"])
+        else:
+            load_shard_state(self.engine.optimizer, own, sharded_weights=self.sharded)
+        self.schedule.bind(self.optimizer.param_groups)
+        self.schedule.load_state_dict(shared["schedule"])
+        self.scaler.load_state_dict(shared["scaler"])
 
 
 class FrozenDeepSpeedEngine:

@@ -28,12 +28,21 @@ class MovingAverage:
         for name, value in self._trainable():
             self._average[name].lerp_(value.float(), 1.0 - self.decay)
 
-    def state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def averaged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The engine's full ``state`` with averages in place of the trained weights; {} stays {} off the main rank."""
         return {
             name: self._average[self._name_of[name]].to(value.dtype) if name in self._name_of else value
             for name, value in state.items()
         }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold: the averages by the name of their parameter, the same on every rank."""
+        return dict(self._average)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        assert state.keys() == self._average.keys(), sorted(state.keys() ^ self._average.keys())
+        self._average = {name: value.float() for name, value in state.items()}
 
     def _trainable(self) -> list[tuple[str, Tensor]]:
         with self.engine.gathered(), torch.no_grad():

@@ -121,6 +121,12 @@ class Schedule:
         for group, peak in zip(self._groups, self._peaks, strict=True):
             group["lr"] = peak * factor
 
+    def bind(self, groups: list[dict]) -> None:
+        """Write into these groups from now on: loading its state gives an optimizer new ones."""
+        assert len(groups) == len(self._peaks), (len(groups), len(self._peaks))
+        self._groups = groups
+        self._write()
+
     def step(self) -> None:
         """Advance by one optimizer step."""
         self._steps += 1

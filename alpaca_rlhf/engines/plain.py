@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments.errors import UserError
-from .base import Engine, FiniteGradients, OptimizerSettings, StepReport, cpu_state_dict
+from .base import (
+    Engine,
+    FiniteGradients,
+    OptimizerSettings,
+    StepReport,
+    cpu_state_dict,
+    load_trained_weights,
+    trained_weights,
+)
 from .optimizers import Schedule, create_optimizer, is_norm, parameter_groups
 
 
@@ -113,3 +121,19 @@ class PlainEngine(Engine):
 
     def full_state_dict(self, submodule: nn.Module | None = None) -> dict[str, Tensor]:
         return cpu_state_dict(self.module if submodule is None else submodule)
+
+    def shared_state(self) -> dict[str, Any]:
+        return {
+            "weights": trained_weights(self.module), "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict(),
+        }  # fmt: skip
+
+    def rank_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        load_trained_weights(self.module, shared["weights"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        self.schedule.bind(self.optimizer.param_groups)
+        self.schedule.load_state_dict(shared["schedule"])
+        self.scaler.load_state_dict(shared["scaler"])

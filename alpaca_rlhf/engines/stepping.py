@@ -34,6 +34,15 @@ class SkippedSteps:
             )
 
 
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint has to hold; the limit is a setting."""
+        return {"in_a_row": self.in_a_row, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.in_a_row, self.total = state["in_a_row"], state["total"]
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What :func:`optimizer_step` did: the engine's report, and the step's mean loss over all ranks."""

@@ -25,7 +25,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_cau
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
 from alpaca_rlhf.rollout.base import SamplingSettings, row_uniforms
 from alpaca_rlhf.rollout.hf_generate import HFGenerateRollout
-from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, write_output
+from alpaca_rlhf.runtime.outputs import prepare_output_dir, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 
 SHOWN = 10  # answers in the Markdown page

@@ -3,6 +3,7 @@
 Started by test_deepspeed.py, once with one rank and once with two; RANK and WORLD_SIZE come from the environment.
 """
 
+import io
 import json
 import sys
 import time
@@ -189,6 +190,30 @@ def gathered_generation(stage: int, offload: bool) -> None:
     assert_same_weights(engine, plain)
 
 
+def c01_continues_bit_for_bit(stage: int, offload: bool, dtype: torch.dtype) -> None:
+    """State taken after two steps, through a file, into a fresh engine: the next steps give the very same weights."""
+    engine = deepspeed_engine(with_lora(tiny_llama()) if offload else tiny_llama(), stage, offload, dtype)
+    for step in (0, 1):
+        train_step(engine, step)
+        engine.step()
+    buffer = io.BytesIO()
+    torch.save((engine.shared_state(), engine.rank_state()), buffer)
+    buffer.seek(0)
+    other = deepspeed_engine(with_lora(tiny_llama()) if offload else tiny_llama(seed=5), stage, offload, dtype)
+    train_step(other, 3)  # an optimizer state of its own, to be replaced
+    other.step()
+    other.load_state(*torch.load(buffer, weights_only=True))
+    assert other.learning_rates == engine.learning_rates and loss_scale(other) == loss_scale(engine)
+    before = engine.full_state_dict()
+    for one in (engine, other):
+        for step in (2, 3):
+            train_step(one, step)
+            assert not one.step().skipped
+    after, theirs = engine.full_state_dict(), other.full_state_dict()
+    assert all(torch.equal(after[name], theirs[name]) for name in after)
+    assert world()[0] > 0 or not all(torch.equal(after[name], before[name]) for name in after)
+
+
 def frozen_agrees(stage: int, offload: bool, dtype: torch.dtype) -> None:
     from alpaca_rlhf.engines.frozen import freeze
 
@@ -250,6 +275,7 @@ def cases() -> dict[str, Callable[[], None]]:
     for stage, offload in STAGES:
         add(same_numbers, stage, offload)
         add(z07_discard_finite, stage, offload)
+        add(c01_continues_bit_for_bit, stage, offload, *((fp32,) if offload else (fp32, bf16, fp16)))
         add(z07_p14_infinite_on_one_rank, stage, offload, *((fp16,) if offload else (fp32, bf16, fp16)))
         if not offload:
             for case in (averaging_would_be_seen, lora_only, tied_unused_and_named_tuple, gathered_generation):

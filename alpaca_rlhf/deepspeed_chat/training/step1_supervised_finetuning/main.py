@@ -32,7 +32,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
-from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 

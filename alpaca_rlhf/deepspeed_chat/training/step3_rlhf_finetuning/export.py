@@ -6,7 +6,7 @@ from typing import Any
 from alpaca_rlhf.arguments.schema import Step3Arguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
-from alpaca_rlhf.runtime.checkpoint import save_arguments, write_output
+from alpaca_rlhf.runtime.outputs import save_arguments, write_output
 from alpaca_rlhf.runtime.run import Run
 
 
@@ -16,7 +16,7 @@ def export(args: Step3Arguments, run: Run, roles: RLHFEngine, tokenizer: Any, ch
     policy, value = actor.engine.full_state_dict(), critic.engine.full_state_dict()
     outputs = {"actor": (actor.module, policy, args.actor), "critic": (critic.module, value, args.critic)}
     if roles.ema is not None:
-        outputs["actor_ema"] = (actor.module, roles.ema.state_dict(policy), args.actor)
+        outputs["actor_ema"] = (actor.module, roles.ema.averaged(policy), args.actor)
     for name, (module, state, settings) in outputs.items() if run.is_main else ():
         keep = args.output.save_adapter and settings.lora_dim and name != "critic"  # whose offset no adapter holds
         adapter_base = settings.path if keep else None

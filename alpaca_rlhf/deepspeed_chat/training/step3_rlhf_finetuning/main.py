@@ -32,7 +32,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
 from alpaca_rlhf.engines.stepping import TrainingDiverged
-from alpaca_rlhf.runtime.checkpoint import prepare_output_dir
+from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from alpaca_rlhf.arguments.errors import UserError
-from alpaca_rlhf.runtime import checkpoint
-from alpaca_rlhf.runtime.checkpoint import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime import outputs
+from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
 
 
 def content(directory):
@@ -49,7 +49,7 @@ def test_a_directory_that_exists_but_takes_no_file_is_refused(tmp_path, monkeypa
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checkpoint.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(outputs.tempfile, "NamedTemporaryFile", refuse)
     with pytest.raises(UserError, match=f"{tmp_path} cannot be written .Permission denied."):
         prepare_output_dir(tmp_path)
 
@@ -108,7 +108,7 @@ def test_a_process_that_dies_while_moving_is_finished_by_the_next(tmp_path, monk
         moves.append(target)
         real(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "replace", dying)
+    monkeypatch.setattr(outputs.os, "replace", dying)
     new = {"a": "new", "b": "new", "c": "new"}
     if survived < 4:
         with pytest.raises(SystemError):
