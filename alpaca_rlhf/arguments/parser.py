@@ -145,6 +145,10 @@ class Dialect(Generic[Step]):
             raise UserError(error.sentence(spell)) from None
         return settings
 
+    def flag(self, field: str) -> str:
+        """The option that sets a field (dotted path), as messages call it; a field that no option sets, itself."""
+        return next((row.flags[0] for row in self.rows if field in row.fields), field)
+
     def _argparser(self) -> argparse.ArgumentParser:
         parser = _Parser(
             prog=self.program,
@@ -234,9 +238,7 @@ class Dialect(Generic[Step]):
         """How a field is called to this user: by the flag that was typed, else by the first flag that sets it."""
 
         def spell(field: str) -> str:
-            if field in chosen:
-                return chosen[field].flag
-            return next(row.flags[0] for row in self.rows if field in row.fields)
+            return chosen[field].flag if field in chosen else self.flag(field)
 
         return spell
 

@@ -62,6 +62,11 @@ class DataArguments(Settings):
         neutral=True,
     )
 
+    def reading(self) -> dict[str, Any]:
+        """The keyword arguments that say which records are read and how they are shared out."""
+        names = ("paths", "split", "seed", "cache_dir", "probs", "max_samples", "workers")
+        return {name: getattr(self, name) for name in names}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.paths:
@@ -114,6 +119,10 @@ class ModelArguments(Settings):
         """The keyword arguments that say what of the loaded model is adapted."""
         names = ("lora_dim", "lora_module_names", "lora_alpha", "lora_dropout", "gradient_checkpointing")
         return {name: getattr(self, name) for name in names}
+
+    def holding(self) -> dict[str, Any]:
+        """The keyword arguments that say how DeepSpeed holds it."""
+        return {"zero_stage": self.zero_stage, "offload": self.offload}
 
     def optimizer(self) -> dict[str, Any]:
         """This model's share of the optimizer's keyword arguments."""
@@ -197,5 +206,14 @@ class OutputArguments(Settings):
         0, "print sample prompts and answers every so many steps; 0 = never", at_least=0, neutral=True
     )
     inspect: int = setting(
-        0, "print so many training records as the model will see them, then stop before any model loads", at_least=0
+        0, "print so many training records as the model will see them, then stop before any model loads", at_least=0,
+        neutral=True,
     )
+
+    def checkpoints(self) -> dict[str, Any]:
+        """The keyword arguments that say when checkpoints are written, and where to go on from."""
+        return {"every": self.save_steps, "keep": self.keep_checkpoints, "resume": self.resume}
+
+    def tracking(self) -> dict[str, Any]:
+        """The keyword arguments that say where the log goes."""
+        return {"tensorboard": self.enable_tensorboard, "tensorboard_path": self.tensorboard_path}

@@ -154,8 +154,8 @@ class Engine(ABC):
 
     @abstractmethod
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Continue, bit for bit, where :meth:`shared_state` and this rank's :meth:`rank_state` were taken, with the same
-        settings and number of ranks. Must be called on every rank."""
+        """Continue, bit for bit, where :meth:`shared_state` and this rank's :meth:`rank_state` were taken, with the
+        same settings and number of ranks. Must be called on every rank."""
 
     def training_mode(self) -> AbstractContextManager[None]:
         """The module in training mode; every submodule's flag is restored afterwards."""

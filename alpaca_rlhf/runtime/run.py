@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import random
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,9 +97,12 @@ class Run:
         if missing:
             raise RuntimeError(f"written without an error, but not to be seen on rank {missing}: check the file system")
 
-    def progress(self, total: int, description: str) -> "ProgressBar":
-        """A bar with rate and remaining time on stderr of the main rank; a line now and then where that is a file."""
-        return ProgressBar(total=total, description=description, shown=self.is_main)
+    def progress(self, total: int, description: str, start: int = 0) -> "ProgressBar":
+        """A bar with rate and remaining time on stderr of the main rank; a line now and then where that is a file.
+
+        start: how many of the total were done before this process.
+        """
+        return ProgressBar(total=total, description=description, shown=self.is_main, start=start)
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         # The copy lives on the run's device because NCCL cannot reduce a CPU tensor.
@@ -132,10 +137,11 @@ class _FailTogether:
 class ProgressBar(tqdm):
     """A tqdm bar that writes whole lines, and few of them, when stderr is not a terminal."""
 
-    def __init__(self, *, total: int, description: str, shown: bool) -> None:
+    def __init__(self, *, total: int, description: str, shown: bool, start: int = 0) -> None:
         self.live = sys.stderr.isatty()
         super().__init__(
             total=total,
+            initial=start,
             desc=description,
             disable=not shown,
             file=sys.stderr if self.live else _LogLines(),
@@ -227,7 +233,7 @@ def command(
     """
 
     def program(argv: Sequence[str] | None = None) -> int:
-        finished = False
+        finished, on_sigterm = False, signal.getsignal(signal.SIGTERM)
         try:
             code = main(argv) or 0
             finished = True
@@ -244,6 +250,8 @@ def command(
             _say_error(f"out of memory: {memory_advice} ({str(error).splitlines()[0]})")
             code = 1
         finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)  # a run with checkpoints has its own handler
             _leave_group(finished)
         return code
 

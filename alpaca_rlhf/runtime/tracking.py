@@ -16,8 +16,10 @@ class MetricsLog:
 
     output_dir: None keeps nothing on disk. run: only is_main is read, the other ranks log nothing. tensorboard: also
     write TensorBoard events, to tensorboard_path as given. curves: title -> names of the metrics drawn together in
-    output_dir/curves/<title>.png by close(). A log of an earlier run in output_dir is kept as metrics.previous.jsonl.
-    Raises UserError, on every rank and before anything is written, if a package that this needs is not installed.
+    output_dir/curves/<title>.png by close(). A log of an earlier run in output_dir is kept as metrics.previous.jsonl,
+    but with resuming: load_state_dict() then says which part of it stays. Lines that a full disk refuses are kept and
+    tried again with the next one. Raises UserError, on every rank and before anything is written, if a package that
+    this needs is not installed.
     """
 
     def __init__(
@@ -28,15 +30,20 @@ class MetricsLog:
         tensorboard: bool = False,
         tensorboard_path: str | Path = "",
         curves: dict[str, list[str]] | None = None,
+        resuming: bool = False,
     ) -> None:
         self.curves = curves or {}
         self.last_step: int | None = None
         self.history: dict[str, tuple[list[int], list[float]]] = {}
         self._output_dir = Path(output_dir) if output_dir is not None and run.is_main else None
+        self._run = run
         self._record: dict[str, Any] = {}
-        self._record_start = 0
+        self._finished: list[bytes] = []  # the lines of the steps before the present one
+        self._on_disk, self._offset = 0, 0  # how many of them are on the disk, and where the last of these ends
+        self._told = False
         self._file: IO[bytes] | None = None
         self._writer: Any = None
+        self._writer_dir = str(tensorboard_path) if tensorboard and run.is_main else None
         if tensorboard:
             _need("tensorboard", "--enable_tensorboard")
         if output_dir is not None and self.curves:
@@ -44,13 +51,9 @@ class MetricsLog:
         if self._output_dir is not None:
             self._output_dir.mkdir(parents=True, exist_ok=True)
             path = self._output_dir / "metrics.jsonl"
-            if path.exists():
+            if path.exists() and not resuming:
                 path.replace(path.with_name("metrics.previous.jsonl"))
-            self._file = path.open("wb")
-        if tensorboard and run.is_main:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(log_dir=str(tensorboard_path))
+            self._file = path.open("r+b" if resuming and path.exists() else "w+b", buffering=0)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Record values under the run's one step counter, and bring them to the disk at once.
@@ -63,32 +66,83 @@ class MetricsLog:
         for name, value in values.items():
             assert isinstance(value, int | float), f"{name} is a {type(value).__name__}, the log takes plain numbers"
         if step != self.last_step:
+            if self._record:
+                self._finished.append(_line(self._record))
             self._record = {"step": step, "time": round(time.time(), 3)}
-            self._record_start = self._file.tell() if self._file is not None else 0
             self.last_step = step
         repeated = self._record.keys() & values.keys()
         assert not repeated, f"logged twice at step {step}: {sorted(repeated)}"
         self._record.update({name: value if math.isfinite(value) else None for name, value in values.items()})
-        if self._file is not None:
-            self._file.seek(self._record_start)
-            self._file.write(json.dumps(self._record, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+        problem = self._write()
+        if problem and not self._told:
+            self._run.print(f"warning: metrics.jsonl cannot be written ({problem}); its lines are kept and tried again")
+        self._told = problem is not None
         for name, value in values.items():
             steps, numbers = self.history.setdefault(name, ([], []))
             steps.append(step)
             numbers.append(float(value))
-            if self._writer is not None:
-                self._writer.add_scalar(name, value, step)
+            if self._writer_dir is not None:
+                self._open_writer(step).add_scalar(name, value, step)
+
+    def state_dict(self) -> str:
+        """The log so far, as metrics.jsonl has it; empty on the ranks that log nothing."""
+        return b"".join([*self._finished, *([_line(self._record)] if self._record else [])]).decode()
+
+    def load_state_dict(self, text: str) -> None:
+        """Go on after the lines that state_dict() gave; what metrics.jsonl holds beyond them is dropped."""
+        records = [json.loads(line) for line in text.splitlines()]
+        self.history, self._finished, self._record = {}, [_line(record) for record in records[:-1]], {}
+        for record in records:
+            for name in record.keys() - {"step", "time"}:
+                steps, numbers = self.history.setdefault(name, ([], []))
+                steps.append(record["step"])
+                numbers.append(math.nan if record[name] is None else float(record[name]))
+        if records:
+            self._record, self.last_step = records[-1], records[-1]["step"]
+        self._on_disk, self._offset = 0, 0
+        problem = self._write()
+        if problem:
+            raise UserError(f"{self._output_dir}/metrics.jsonl cannot be written ({problem})")
+
+    def _write(self) -> str | None:
+        """Bring to the disk what is not there yet; returns the reason when that fails."""
+        if self._file is None or not self._record:
+            return None
+        finished = b"".join(self._finished[self._on_disk :])
+        try:
+            self._file.seek(self._offset)
+            rest = memoryview(finished + _line(self._record))
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._file.truncate()
+        except OSError as error:
+            return error.strerror or str(error)
+        self._on_disk, self._offset = len(self._finished), self._offset + len(finished)
+        return None
+
+    def _open_writer(self, step: int) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events of this and later steps, from a run that was resumed before them, are no longer true.
+            self._writer = SummaryWriter(log_dir=self._writer_dir, purge_step=step)
+        return self._writer
 
     def close(self) -> None:
-        """Close the files and draw the curves; a second call does nothing."""
+        """Close the files and draw the curves; a second call does nothing.
+
+        Raises UserError if lines of the log could not be written until now.
+        """
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         if self._file is None or self._output_dir is None:
             return
+        problem = self._write()
         self._file.close()
         self._file = None
+        if problem:
+            raise UserError(f"{self._output_dir}/metrics.jsonl lacks its last lines ({problem}): make room on the disk")
         for title, names in self.curves.items():
             lines = {name: self.history[name] for name in names if name in self.history}
             if any(math.isfinite(value) for _, values in lines.values() for value in values):
@@ -139,6 +193,10 @@ def running_mean(values: list[float], width: int) -> list[float]:
         window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
         means.append(sum(window) / len(window) if window else math.nan)
     return means
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def _need(package: str, purpose: str) -> None:

@@ -67,7 +67,8 @@ SCHEDULE = {
     "num_warmup_steps": 0, "max_grad_norm": 1, "max_skipped_steps": 3,
 }  # fmt: skip
 ENGINE = {"deepspeed": True, "dtype": "auto", "local_rank": 1}
-OUTPUT = {"seed": 1234, "enable_tensorboard": False, "save_adapter": False, "print_answers_interval": 0, "inspect": 0}
+OUTPUT = {"seed": 1234, "enable_tensorboard": False, "save_adapter": False, "print_answers_interval": 0,
+          "save_steps": 0, "keep_checkpoints": 2, "resume": None, "inspect": 0}  # fmt: skip
 
 
 def test_seed_command_of_step_1_means_what_it_says():
@@ -201,9 +202,10 @@ def test_help_shows_the_dialects_default_and_what_is_required(capsys):
 EXAMPLES = {
     parser.INTEGER: ("2", 2), parser.NUMBER: ("0.5", 0.5), parser.TEXT: ("word", "word"),
     parser.WORDS: ("a b", ("a", "b")), parser.NAMES: ("a,b", ("a", "b")), parser.SWITCH: ("", True),
-    parser.TRUTH: ("false", False),
+    parser.TRUTH: ("false", False), parser.FOLDER: ("word", "word"),
 }  # fmt: skip
-SPECIAL = {"data.split": ("1,2,3", (1, 2, 3)), "data.probs": ("1", (1,)), "engine.local_rank": ("0", 0)}
+SPECIAL = {"data.split": ("1,2,3", (1, 2, 3)), "data.probs": ("1", (1,)), "engine.local_rank": ("0", 0),
+           "output.keep_checkpoints": ("3", 3)}  # fmt: skip
 CHOICES = {
     "data.template": "hh", "engine.dtype": "bf16", "schedule.lr_scheduler_type": "linear", "pair_loss": "per_token",
     "ppo.kl_estimator": "k3", "ppo.reward_normalization": "off",

@@ -12,26 +12,25 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from alpaca_rlhf.algorithms.losses import sft_loss_sum
-from alpaca_rlhf.algorithms.metrics import perplexity
-from alpaca_rlhf.arguments.deepspeed_chat import parse_step1
+from alpaca_rlhf.arguments.deepspeed_chat import STEP1
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step1Arguments
+from alpaca_rlhf.deepspeed_chat.training.step1_supervised_finetuning.perplexity import batch_loss, evaluate
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_sft
-from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptData, create_prompt_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.data.inspection import show_records
 from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader, evaluation_batches
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, load_tokenizer, vocabulary_size
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
 from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
+from alpaca_rlhf.runtime.checkpoint import Checkpoints
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
@@ -41,26 +40,26 @@ CURVES = {"loss": ["loss"], "perplexity": ["eval_perplexity"], "learning_rate": 
 
 def main(argv: list[str] | None = None) -> None:
     """Read the data, train, evaluate before and after, save."""
-    args = parse_step1(argv)
+    args = STEP1.parse(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
+    checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP1.flag, **args.output.checkpoints())
     check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
 
     # text → ids → batches
     tokenizer = load_tokenizer(args.model.path, notice=run.print)
     encoder = TextEncoder(tokenizer, args.data.template)
-    data = create_prompt_dataset(
-        paths=args.data.paths, step=1, split=args.data.split, seed=args.data.seed, encoder=encoder,
-        cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, sft_only_paths=args.data.sft_only_paths,
-        probs=args.data.probs, max_samples=args.data.max_samples, workers=args.data.workers,
-    )  # fmt: skip
+    data = create_prompt_dataset(**args.data.reading(), step=1, encoder=encoder, max_len=args.max_seq_len, run=run,
+                                 sft_only_paths=args.data.sft_only_paths)  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 1, args.output.inspect, run.print)
     collate, accumulation = partial(collate_sft, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
     loader = StepLoader(data.train, collate, micro_batch_size=args.per_device_train_batch_size, seed=args.output.seed,
                         micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size)  # fmt: skip
+    checkpoints.identify({"--data_path": lambda: data.fingerprint,
+                          "--model_name_or_path": partial(model_digest, args.model.path)})  # fmt: skip
     total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
 
     # model and engine
@@ -70,18 +69,26 @@ def main(argv: list[str] | None = None) -> None:
     module = CausalLM(model, vocabulary_limit=vocabulary_size(tokenizer))
     engine = create_engine(
         module, OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps), run,
-        deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
+        deepspeed=args.engine.deepspeed, **args.model.holding(),
         micro_batch_size=args.per_device_train_batch_size, micro_batches_per_step=accumulation,
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
-                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
+    log = MetricsLog(args.output.output_dir, run, curves=CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    skipped = SkippedSteps(args.schedule.max_skipped_steps)
+    checkpoints.restore({"model": engine}, {"log": log, "skipped": skipped}, total_steps)
+
+    def evaluation() -> dict[str, float]:
+        share = {"batch_size": args.per_device_eval_batch_size, "rank": run.rank, "world_size": run.world_size}
+        return evaluate(engine, evaluation_batches(data.eval, collate, **share), run)
+
     diverged = None
     try:
-        train(args, run, engine, loader, partial(evaluate, engine, data, encoder.pad_id, args, run), log, total_steps)
+        train(args, run, engine, loader, evaluation, log, skipped, checkpoints)
     except TrainingDiverged as stop:  # the last good weights are saved all the same
         diverged = stop
+    if checkpoints.stopped:
+        return log.close()
 
     # export
     if args.output.output_dir:
@@ -102,48 +109,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Step1Arguments, run: Run, engine: Engine, loader: StepLoader, evaluation: Callable[[], dict],
-          log: MetricsLog, total: int) -> None:  # fmt: skip
+          log: MetricsLog, skipped: SkippedSteps, checkpoints: Checkpoints) -> None:  # fmt: skip
     """The loop."""
-    skipped, step = SkippedSteps(args.schedule.max_skipped_steps), 0
-    log.log(0, evaluation())
-    bar = run.progress(total, "SFT")
-    for epoch in range(args.schedule.num_train_epochs):
-        for batches in loader.epoch(epoch):
-            if step == total:
-                break
-            step += 1
-            batches = [to_device(batch, run.device) for batch in batches]
-            tokens = float(run.sum(sum(batch["response_mask"].sum() for batch in batches)))
-            with engine.training_mode():
-                outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine), tokens)
-            figures = {"epoch": epoch, "tokens": tokens} | outcome.metrics()
-            log.log(step, figures | (evaluation() if args.evaluation_due(step, loader.steps_per_epoch, total) else {}))
-            bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
-            bar.update(1)
-            skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+    if not checkpoints.resuming:
+        log.log(0, evaluation())
+    bar = run.progress(checkpoints.total, start=checkpoints.start, description="SFT")
+    for step, epoch, batches in loader.steps(checkpoints.start, checkpoints.total):
+        batches = [to_device(batch, run.device) for batch in batches]
+        tokens = float(run.sum(sum(batch["response_mask"].sum() for batch in batches)))
+        with engine.training_mode():
+            outcome = optimizer_step(engine, run, batches, partial(batch_loss, engine), tokens)
+        figures = {"epoch": epoch, "tokens": tokens} | outcome.metrics()
+        due = args.evaluation_due(step, loader.steps_per_epoch, checkpoints.total)
+        log.log(step, figures | (evaluation() if due else {}))
+        bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
+        bar.update(1)
+        skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+        if checkpoints.after_step(step):
+            break
     bar.close()
-
-
-def batch_loss(engine: Engine, batch: dict) -> torch.Tensor:
-    """Summed cross-entropy (nats) of the trained tokens of one micro-batch."""
-    mask = batch["response_mask"][:, 1:]
-    scores = engine(batch["input_ids"], batch["attention_mask"], mask)
-    return sft_loss_sum(scores.log_probs, mask)
-
-
-def evaluate(engine: Engine, data: PromptData, pad_id: int, args: Step1Arguments, run: Run) -> dict[str, float]:
-    """Perplexity over the trained tokens of the whole evaluation part, all ranks together; {} when there is none."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    share = {"batch_size": args.per_device_eval_batch_size, "rank": run.rank, "world_size": run.world_size}
-    with engine.evaluation_mode(), torch.no_grad():
-        for batch in evaluation_batches(data.eval, partial(collate_sft, pad_id=pad_id), **share):
-            batch = to_device(batch, run.device)
-            sums += torch.stack([batch_loss(engine, batch), batch["response_mask"][:, 1:].sum()])
-    loss, tokens = run.sum(sums).tolist()
-    if not tokens:
-        return {}
-    run.print(f"perplexity {perplexity(loss, tokens):.4f} over {tokens:.0f} tokens of {len(data.eval)} records")
-    return {"eval_perplexity": perplexity(loss, tokens), "eval_loss": loss / tokens, "eval_tokens": tokens}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from alpaca_rlhf.algorithms.metrics import Averages
-from alpaca_rlhf.arguments.deepspeed_chat import parse_step2
+from alpaca_rlhf.arguments.deepspeed_chat import STEP2
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step2Arguments
 from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs import (
@@ -31,11 +31,13 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tok
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model, note_other_shares
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import write_reward_stats
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
 from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
+from alpaca_rlhf.runtime.checkpoint import Checkpoints
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
@@ -46,9 +48,10 @@ CURVES = {"eval_acc": ["eval_accuracy"], "train_loss": ["loss"], "train_reward":
 
 def main(argv: list[str] | None = None) -> None:
     """Read the pairs, train, evaluate before and after, measure the score statistics, save."""
-    args = parse_step2(argv)
+    args = STEP2.parse(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
+    checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP2.flag, **args.output.checkpoints())
     check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
 
@@ -56,17 +59,15 @@ def main(argv: list[str] | None = None) -> None:
     note_other_shares(args.data.paths, args.data.split, args.data.seed, run.print, args.model.path)
     tokenizer = load_tokenizer(args.model.path, notice=run.print)
     encoder = TextEncoder(tokenizer, args.data.template)
-    data = create_prompt_dataset(
-        paths=args.data.paths, step=2, split=args.data.split, seed=args.data.seed, encoder=encoder,
-        cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, probs=args.data.probs,
-        max_samples=args.data.max_samples, workers=args.data.workers,
-    )  # fmt: skip
+    data = create_prompt_dataset(**args.data.reading(), step=2, encoder=encoder, max_len=args.max_seq_len, run=run)
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 2, args.output.inspect, run.print)
     collate, accumulation = partial(collate_pairs, pad_id=encoder.pad_id), args.schedule.gradient_accumulation_steps
     loader = StepLoader(data.train, collate, micro_batch_size=args.per_device_train_batch_size, seed=args.output.seed,
                         micro_batches_per_step=accumulation, rank=run.rank, world_size=run.world_size)  # fmt: skip
+    checkpoints.identify({"--data_path": lambda: data.fingerprint,
+                          "--model_name_or_path": partial(model_digest, args.model.path)})  # fmt: skip
     total_steps = args.schedule.planned_steps(loader.steps_per_epoch)
 
     # model and engine
@@ -76,13 +77,14 @@ def main(argv: list[str] | None = None) -> None:
           notice=run.print, keep_trainable=model.head_parameters())  # fmt: skip
     engine = create_engine(
         model, OptimizerSettings(**args.model.optimizer(), **args.schedule.optimizer(), total_steps=total_steps), run,
-        deepspeed=args.engine.deepspeed, zero_stage=args.model.zero_stage, offload=args.model.offload,
+        deepspeed=args.engine.deepspeed, **args.model.holding(),
         micro_batch_size=2 * args.per_device_train_batch_size, micro_batches_per_step=accumulation,
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
-                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
+    log = MetricsLog(args.output.output_dir, run, curves=CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    skipped = SkippedSteps(args.schedule.max_skipped_steps)
+    checkpoints.restore({"model": engine}, {"log": log, "skipped": skipped}, total_steps)
 
     def scores(dataset: PromptDataset) -> PairScores:
         share = {"batch_size": args.per_device_eval_batch_size, "rank": run.rank, "world_size": run.world_size}
@@ -90,9 +92,11 @@ def main(argv: list[str] | None = None) -> None:
 
     diverged = None
     try:
-        train(args, run, engine, loader, lambda: scores(data.eval).metrics(), log, total_steps)
+        train(args, run, engine, loader, lambda: told(run, scores(data.eval).metrics()), log, skipped, checkpoints)
     except TrainingDiverged as stop:  # the last good weights are saved all the same
         diverged = stop
+    if checkpoints.stopped:
+        return log.close()
 
     # export, with the distribution of the chosen answers' scores
     if args.output.output_dir:
@@ -118,29 +122,27 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Step2Arguments, run: Run, engine: Engine, loader: StepLoader, evaluation: Callable[[], dict],
-          log: MetricsLog, total: int) -> None:  # fmt: skip
+          log: MetricsLog, skipped: SkippedSteps, checkpoints: Checkpoints) -> None:  # fmt: skip
     """The loop."""
-    skipped, step = SkippedSteps(args.schedule.max_skipped_steps), 0
-    log.log(0, told(run, evaluation()))
-    bar = run.progress(total, "reward model")
-    for epoch in range(args.schedule.num_train_epochs):
-        for batches in loader.epoch(epoch):
-            if step == total:
-                break
-            step += 1
-            batches = [to_device(batch, run.device) for batch in batches]
-            pairs = float(run.sum(sum(batch["row_mask"].sum() for batch in batches)))
-            averages = Averages()
-            with engine.training_mode():
-                loss = partial(batch_loss, engine, args.pair_loss, averages)
-                outcome = optimizer_step(engine, run, batches, loss, pairs)
-            averages.reduce(run.sum)
-            figures = {"epoch": epoch, "pairs": pairs} | averages.result() | outcome.metrics()
-            due = args.evaluation_due(step, loader.steps_per_epoch, total)
-            log.log(step, figures | (told(run, evaluation()) if due else {}))
-            bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
-            bar.update(1)
-            skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+    if not checkpoints.resuming:
+        log.log(0, evaluation())
+    bar = run.progress(checkpoints.total, start=checkpoints.start, description="reward model")
+    for step, epoch, batches in loader.steps(checkpoints.start, checkpoints.total):
+        batches = [to_device(batch, run.device) for batch in batches]
+        pairs = float(run.sum(sum(batch["row_mask"].sum() for batch in batches)))
+        averages = Averages()
+        with engine.training_mode():
+            loss = partial(batch_loss, engine, args.pair_loss, averages)
+            outcome = optimizer_step(engine, run, batches, loss, pairs)
+        averages.reduce(run.sum)
+        figures = {"epoch": epoch, "pairs": pairs} | averages.result() | outcome.metrics()
+        due = args.evaluation_due(step, loader.steps_per_epoch, checkpoints.total)
+        log.log(step, figures | (evaluation() if due else {}))
+        bar.set_postfix({"loss": f"{outcome.loss:.3f}"})
+        bar.update(1)
+        skipped.note(outcome.failed, step, "the loss or a gradient was not finite")
+        if checkpoints.after_step(step):
+            break
     bar.close()
 
 

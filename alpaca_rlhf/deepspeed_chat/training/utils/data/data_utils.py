@@ -11,6 +11,8 @@ Evaluation (D-06) takes the whole test part, or the hold-out, in every step: no 
 Everything read is accounted for (D-09): read, skipped, held out, left to other steps, used, dropped per reason.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ class PromptData:
     eval: PromptDataset
     report: dict
     lines: list[str]
+    fingerprint: str  # of all that decides the items and their order; the same wherever the files lie
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,10 @@ def create_prompt_dataset(
     run.write_once(lambda: is_complete(folder), write)
     train_rows, eval_rows, report = read_cache(folder, step)
     said = f"cache hit: {folder}" if hit else f"cache miss: this data was not yet encoded this way; now in {folder}"
-    return PromptData(PromptDataset(train_rows), PromptDataset(eval_rows), report, [*report["lines"], said])
+    contents = {**key, "sets": [(share.raw.digest, share.raw.skipped) for share in sets]}
+    fingerprint = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+    lines = [*report["lines"], said]
+    return PromptData(PromptDataset(train_rows), PromptDataset(eval_rows), report, lines, fingerprint)
 
 
 def create_dataset_split(

@@ -11,6 +11,7 @@ records run out, fillers (repeated records whose masks are 0) take their place.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 Collate = Callable[[list[dict], int], dict]
@@ -56,12 +57,26 @@ class StepLoader:
         self.global_batch_size = micro_batch_size * micro_batches_per_step * world_size
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[list[dict]]:
-        """One list of this rank's micro-batches per optimizer step; another order in each epoch (seed + epoch)."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[list[dict]]:
+        """One list of this rank's micro-batches per optimizer step; another order in each epoch (seed + epoch).
+
+        ``skip``: leave out so many steps at the beginning, which a run that is resumed has behind it.
+        """
         count = len(self.dataset)
         order = seeded_order(count, self.seed + epoch, "epoch") if self.shuffle else list(range(count))
-        for start in range(0, count, self.global_batch_size):
+        for start in range(skip * self.global_batch_size, count, self.global_batch_size):
             yield self._step(order[start : start + self.global_batch_size])
+
+    def steps(self, start: int, total: int | None) -> Iterator[tuple[int, int, list[dict]]]:
+        """(step, epoch, micro-batches) of the steps after ``start`` up to ``total`` (None: without end), over as many
+        epochs as that takes; steps count from 1, epochs from 0."""
+        step = start
+        for epoch in itertools.count(start // self.steps_per_epoch):
+            for batches in self.epoch(epoch, skip=step % self.steps_per_epoch):
+                if step == total:
+                    return
+                step += 1
+                yield step, epoch, batches
 
     def _step(self, rows: list[int]) -> list[dict]:
         """Cut one step's records: as few micro-batches as hold them, each dealt out to the ranks in turn."""

@@ -1,11 +1,11 @@
 """reward_stats.json: how a reward model's scores are distributed, measured by step 2, read by step 3 (R-05)."""
 
-import hashlib
 import json
 from pathlib import Path
 
 from alpaca_rlhf.algorithms.rewards import MIN_STD, RewardStats
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import weights_digest
 
 FILE = "reward_stats.json"
 
@@ -43,14 +43,3 @@ def read_reward_stats(directory: str | Path) -> RewardStats:
     if stats.std < MIN_STD:
         raise UserError(f"the scores in {path} do not vary (std {stats.std} over {stats.count} answers): {remedy}")
     return stats
-
-
-def weights_digest(directory: str | Path) -> str:
-    """SHA-256 over the names and bytes of a directory's weight files."""
-    digest = hashlib.sha256()
-    for path in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]):
-        digest.update(path.name.encode() + b"\0")
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Where a model comes from: a directory, an adapter's directory or a hub name, and what is wrong with it."""
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -69,6 +70,30 @@ def load_config(path: str) -> PreTrainedConfig:
             return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"The model {source} cannot be loaded: {first_line(error)}") from error
+
+
+def weights_digest(directory: str | Path) -> str:
+    """SHA-256 over the names and bytes of a directory's weight files."""
+    digest = hashlib.sha256()
+    for path in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]):
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def model_digest(path: str) -> str:
+    """SHA-256 of what a run starts from: the weights and the configuration of a directory (of an adapter and its base),
+    wherever it lies; of a hub name, the name."""
+    if not Path(path).is_dir():
+        return hashlib.sha256(path.encode()).hexdigest()
+    base = adapter_base(path)
+    digest = hashlib.sha256((weights_digest(path) + (model_digest(base) if base else "")).encode())
+    for name in ("config.json", "adapter_config.json"):
+        if (Path(path) / name).is_file():
+            digest.update((Path(path) / name).read_bytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
