@@ -139,7 +139,7 @@ class Checkpoints:
         return self.start
 
     def after_step(self, step: int) -> bool:
-        """Write the checkpoint that is due after ``step`` optimizer steps; True: the run was asked to stop, so stop.
+        """Write the checkpoint that is due after ``step`` optimizer steps; True: the run was asked to stop.
 
         A checkpoint that cannot be written (a full disk) is told and tried again the next time; the ones before it stay.
 

@@ -26,10 +26,10 @@ class MetricsLog:
         self,
         output_dir: str | Path | None,
         run: Any,
+        curves: dict[str, list[str]] | None = None,
         *,
         tensorboard: bool = False,
         tensorboard_path: str | Path = "",
-        curves: dict[str, list[str]] | None = None,
         resuming: bool = False,
     ) -> None:
         self.curves = curves or {}

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, curves=CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.resuming, **args.output.tracking())
     skipped = SkippedSteps(args.schedule.max_skipped_steps)
     checkpoints.restore({"model": engine}, {"log": log, "skipped": skipped}, total_steps)
 
