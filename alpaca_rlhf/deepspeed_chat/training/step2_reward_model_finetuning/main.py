@@ -57,10 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.model.path, notice=run.print)
     encoder = TextEncoder(tokenizer, args.data.template)
     data = create_prompt_dataset(
-        paths=args.data.paths, step=2, split=args.data.split, seed=args.data.seed, encoder=encoder,
-        cache_dir=args.data.cache_dir, max_len=args.max_seq_len, run=run, probs=args.data.probs,
-        max_samples=args.data.max_samples, workers=args.data.workers,
-    )  # fmt: skip
+        paths=args.data.paths, probs=args.data.probs, split=args.data.split, seed=args.data.seed, step=2, run=run,
+        encoder=encoder, max_len=args.max_seq_len, max_samples=args.data.max_samples,
+        workers=args.data.workers, cache_dir=args.data.cache_dir)  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 2, args.output.inspect, run.print)
