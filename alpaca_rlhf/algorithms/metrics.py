@@ -45,6 +45,14 @@ class Averages:
         summed = sum_over_ranks(own.reshape(-1)).reshape(-1, 2).tolist()
         self._sums = {name: (pair[0], pair[1]) for name, pair in zip(names, summed, strict=True)}
 
+    def state_dict(self) -> dict[str, list[float]]:
+        """[total, count] per name, for a checkpoint."""
+        return {name: [float(total), float(count)] for name, (total, count) in self._sums.items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+
     def result(self) -> dict[str, float]:
         """``total / count`` per name, in the order of first use. A name with count 0 has no mean and is left out."""
         pairs = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}

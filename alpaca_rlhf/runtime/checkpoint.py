@@ -139,9 +139,9 @@ class Checkpoints:
         return self.start
 
     def after_step(self, step: int) -> bool:
-        """Write the checkpoint that is due after ``step`` optimizer steps; True: the run was asked to stop.
+        """Write the checkpoint due after ``step`` optimizer steps of the run; True: it was asked to stop.
 
-        A checkpoint that cannot be written (a full disk) is told and tried again the next time; the ones before it stay.
+        One that cannot be written (a full disk) is told and tried again the next time; the ones before it stay.
 
         Raises UserError if it was to be the last one.
         """

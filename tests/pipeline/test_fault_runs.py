@@ -107,8 +107,9 @@ def test_L06_ppo_starts_from_the_fine_tuned_policy_merged_or_as_an_adapter(done,
     seen, original = [], DeepSpeedPPOTrainer.generate_experience
 
     def spy(self, *words):
-        seen.append(original(self, *words))
-        return seen[-1]
+        made = original(self, *words)
+        seen.append((made.experience, made.figures))
+        return made
 
     monkeypatch.setattr(DeepSpeedPPOTrainer, "generate_experience", spy)
     (done / "elsewhere").rename(done / "base")

@@ -33,9 +33,9 @@ def experiences(monkeypatch):
     seen, original = [], DeepSpeedPPOTrainer.generate_experience
 
     def spy(self, *args):
-        rollout, figures = original(self, *args)
-        seen.append(rollout)
-        return rollout, figures
+        rollout = original(self, *args)
+        seen.append(rollout.experience)
+        return rollout
 
     monkeypatch.setattr(DeepSpeedPPOTrainer, "generate_experience", spy)
     return seen

@@ -30,10 +30,10 @@ class Watched:
         generate, train = DeepSpeedPPOTrainer.generate_experience, DeepSpeedPPOTrainer.train_rlhf
 
         def generating(trainer, *words):
-            rollout, figures = generate(trainer, *words)
-            self.rollouts.append(rollout)
-            self.figures.append(figures)
-            return rollout, figures
+            made = generate(trainer, *words)
+            self.rollouts.append(made.experience)
+            self.figures.append(made.figures)
+            return made
 
         def training(trainer, *words):
             self.trained.append(train(trainer, *words))

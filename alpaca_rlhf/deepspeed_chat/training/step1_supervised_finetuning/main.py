@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from alpaca_rlhf.arguments.deepspeed_chat import STEP1
+from alpaca_rlhf.arguments.deepspeed_chat import STEP1, parse_step1
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step1Arguments
 from alpaca_rlhf.deepspeed_chat.training.step1_supervised_finetuning.perplexity import batch_loss, evaluate
@@ -40,7 +40,7 @@ CURVES = {"loss": ["loss"], "perplexity": ["eval_perplexity"], "learning_rate": 
 
 def main(argv: list[str] | None = None) -> None:
     """Read the data, train, evaluate before and after, save."""
-    args = STEP1.parse(argv)
+    args = parse_step1(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP1.flag, **args.output.checkpoints())

@@ -10,12 +10,12 @@ difference on, as in the seed). The statistics of the chosen answers' scores are
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from alpaca_rlhf.algorithms.metrics import Averages
-from alpaca_rlhf.arguments.deepspeed_chat import STEP2
+from alpaca_rlhf.arguments.deepspeed_chat import STEP2, parse_step2
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step2Arguments
+from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.export import export
 from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs import (
     PairScores,
     batch_loss,
@@ -30,15 +30,13 @@ from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model, note_other_shares
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
-from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import write_reward_stats
 from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
-from alpaca_rlhf.deepspeed_chat.training.utils.model.trained import save_trained
 from alpaca_rlhf.deepspeed_chat.training.utils.module.adapt import adapt
 from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
 from alpaca_rlhf.runtime.checkpoint import Checkpoints
-from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
+from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
@@ -48,7 +46,7 @@ CURVES = {"eval_acc": ["eval_accuracy"], "train_loss": ["loss"], "train_reward":
 
 def main(argv: list[str] | None = None) -> None:
     """Read the pairs, train, evaluate before and after, measure the score statistics, save."""
-    args = STEP2.parse(argv)
+    args = parse_step2(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP2.flag, **args.output.checkpoints())
@@ -103,19 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         part, measured = ("evaluation", data.eval) if len(data.eval) > 1 else ("training", data.train)
         stats, population = scores(measured).chosen_stats(), f"chosen answers of the {part} part"
         run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
-        state = engine.full_state_dict()
-
-        def write(folder: Path) -> None:
-            adapter_base = args.model.path if args.output.save_adapter else None
-            save_trained(folder, model, state, tokenizer, encoder.chat_template, adapter_base)
-            if stats is not None:
-                write_reward_stats(folder, stats, population)
-            save_arguments(folder, {"step": "reward_model", **args.to_dict(), "data_report": data.report})
-
-        if run.is_main:
-            write_output(Path(args.output.output_dir), write)
-        run.barrier()
-        run.print(f"saved the reward model in {args.output.output_dir}")
+        export(args, run, engine, model, tokenizer, encoder.chat_template, data.report, stats, population)
     log.close()
     if diverged:
         raise UserError(str(diverged))

@@ -10,13 +10,13 @@ in ppo_trainer.py, the formulas are in algorithms/.
 
 from functools import partial
 
-from alpaca_rlhf.algorithms.experience import Experience
 from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
-from alpaca_rlhf.arguments.deepspeed_chat import parse_step3
+from alpaca_rlhf.arguments.deepspeed_chat import STEP3, parse_step3
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step3Arguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.answers import print_answers
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.export import export
-from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_steps
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_loader
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import MEMORY_ADVICE, RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
@@ -31,7 +31,9 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
     note_other_templates,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
 from alpaca_rlhf.engines.stepping import TrainingDiverged
+from alpaca_rlhf.runtime.checkpoint import Checkpoints
 from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_step3(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
+    checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP3.flag, **args.output.checkpoints())
     reward_stats = check_inputs(args)
 
     # text → ids → batches of prompts
@@ -53,14 +56,14 @@ def main(argv: list[str] | None = None) -> None:
     check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
     encoder = TextEncoder(tokenizer, args.data.template)
     note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
-    data = create_prompt_dataset(
-        paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
-        cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
-        max_samples=args.data.max_samples, workers=args.data.workers,
-    )  # fmt: skip
+    data = create_prompt_dataset(**args.data.reading(), step=3, encoder=encoder, max_len=args.rollout.max_prompt_len,
+                                 run=run)  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 3, args.output.inspect, run.print)
+    checkpoints.identify({"--data_path": lambda: data.fingerprint,
+                          "--actor_model_name_or_path": partial(model_digest, args.actor.path),
+                          "--critic_model_name_or_path": partial(model_digest, args.critic.path)})  # fmt: skip
     prompts = StepLoader(
         data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
         micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
@@ -70,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     size = args.rollout_size(run.world_size)
     run.print(f"plan: {rollouts} rollouts of {size} prompts, {optimizer_steps} optimizer steps")
 
-    texts = text_steps(args, run, encoder) if args.unsupervised_dataset_name else None
+    texts = text_loader(args, run, encoder) if args.unsupervised_dataset_name else None
 
     # four roles
     roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps,
@@ -82,26 +85,13 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, tensorboard=args.output.enable_tensorboard,
-                     tensorboard_path=args.output.tensorboard_path, curves=CURVES)  # fmt: skip
-    bar, round_index, diverged = run.progress(rollouts, "PPO"), 0, None
-    for epoch in range(args.schedule.num_train_epochs):
-        for batches in prompts.epoch(epoch):
-            if round_index == rollouts or diverged:
-                break
-            experience, figures = trainer.generate_experience(batches, round_index)
-            try:
-                figures |= trainer.train_rlhf(experience, round_index)
-            except TrainingDiverged as stop:
-                diverged = stop  # the last good weights are saved all the same
-            figures |= trainer.watch(figures)
-            round_index += 1
-            log.log(trainer.optimizer_steps, {"epoch": epoch, "rollout": round_index} | figures)
-            if args.output.print_answers_interval and round_index % args.output.print_answers_interval == 0:
-                print_answers(run, encoder, experience)
-            bar.set_postfix({"score": f"{figures['normalized_score']:.2f}", "kl": f"{figures['kl']:.2f}"})
-            bar.update(1)
-    bar.close()
+    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    more = {} if roles.ema is None else {"ema": roles.ema}
+    models = {"actor": roles.actor.engine, "critic": roles.critic.engine}
+    checkpoints.restore(models, {"log": log, "trainer": trainer, **more}, optimizer_steps)
+    diverged = train(args, run, prompts, rollouts, trainer, checkpoints, log, encoder)
+    if checkpoints.stopped:
+        return log.close()
 
     # export
     if args.output.output_dir:
@@ -110,6 +100,30 @@ def main(argv: list[str] | None = None) -> None:
     log.close()
     if diverged:
         raise UserError(str(diverged))
+
+
+def train(args: Step3Arguments, run: Run, prompts: StepLoader, rollouts: int, trainer: DeepSpeedPPOTrainer,
+          checkpoints: Checkpoints, log: MetricsLog, encoder: TextEncoder) -> TrainingDiverged | None:  # fmt: skip
+    """The loop; returns what ended it before its time, if anything but a signal did."""
+    bar, diverged = run.progress(rollouts, "PPO", start=trainer.rollouts), None
+    for number, epoch, batches in prompts.steps(trainer.rollouts, rollouts):
+        rollout = trainer.present or trainer.generate_experience(batches)
+        try:
+            figures = trainer.train_rlhf(rollout, checkpoints.after_step)
+        except TrainingDiverged as stop:
+            figures, diverged = rollout.figures, stop  # the last good weights are saved all the same
+        if figures is None:
+            break
+        figures |= trainer.watch(figures)
+        log.log(trainer.optimizer_steps, {"epoch": epoch, "rollout": number} | figures)
+        if args.output.print_answers_interval and number % args.output.print_answers_interval == 0:
+            print_answers(run, encoder, rollout.experience)
+        bar.set_postfix({"score": f"{figures['normalized_score']:.2f}", "kl": f"{figures['kl']:.2f}"})
+        bar.update(1)
+        if diverged:
+            break
+    bar.close()
+    return diverged
 
 
 def check_inputs(args: Step3Arguments) -> RewardStats | RunningRewardStats | None:
@@ -122,16 +136,6 @@ def check_inputs(args: Step3Arguments) -> RewardStats | RunningRewardStats | Non
     if args.ppo.reward_normalization == "saved":
         return read_reward_stats(args.critic.path)
     return RunningRewardStats() if args.ppo.reward_normalization == "running" else None
-
-
-def print_answers(run: Run, encoder: TextEncoder, experience: Experience, count: int = 2) -> None:
-    """A few answers of the rollout just made, with their scores."""
-    for row in range(min(count, len(experience))):
-        prompt = experience.sequences[row, : experience.prompt_length]
-        prompt = prompt[experience.attention_mask[row, : experience.prompt_length].bool()].tolist()
-        answer = experience.responses[row][experience.response_mask[row].bool()].tolist()
-        score = float(experience.scores[row])
-        run.print(f"--- score {score:.3f}\n{encoder.decode(prompt)}\n>>> {encoder.decode(answer)}")
 
 
 if __name__ == "__main__":

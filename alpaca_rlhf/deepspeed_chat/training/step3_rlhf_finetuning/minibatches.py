@@ -1,6 +1,5 @@
 """How a rollout is cut into optimizer steps, and how many there will be."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,18 +40,17 @@ def minibatches(args: Step3Arguments, run: Any, experience: Experience, epoch: i
     yield from loader.epoch(epoch)
 
 
-def text_steps(args: Step3Arguments, run: Any, encoder: TextEncoder) -> Iterator[list[dict]]:
-    """Without end: this rank's micro-batches of plain text for one optimizer step of the actor."""
+def text_loader(args: Step3Arguments, run: Any, encoder: TextEncoder) -> StepLoader:
+    """This rank's micro-batches of plain text for each optimizer step of the actor."""
     items = load_plain_text(
         args.unsupervised_dataset_name, args.unsupervised_dataset_config_name, encoder=encoder,
         block=args.rollout.max_prompt_len + args.rollout.max_answer_len, cache_dir=args.data.cache_dir,
     )  # fmt: skip
-    loader = StepLoader(
+    return StepLoader(
         items, partial(collate_sft, pad_id=encoder.pad_id), micro_batch_size=args.ppo.per_device_mini_batch_size,
         micro_batches_per_step=args.schedule.gradient_accumulation_steps, rank=run.rank, world_size=run.world_size,
         seed=args.output.seed,
     )  # fmt: skip
-    return (step for epoch in itertools.count() for step in loader.epoch(epoch))
 
 
 def plan(args: Step3Arguments, prompts: int, world_size: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ composition of the minibatches are the same on each and do not depend on how man
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,31 @@ from alpaca_rlhf.arguments.schema import PPOArguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.alarms import Alarms, kl_limit
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Sequences
+from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
 from alpaca_rlhf.engines.stepping import SkippedSteps, to_device
 from alpaca_rlhf.rollout.base import row_uniforms
+
+
+@dataclass
+class RolloutInTraining:
+    """A rollout of which some optimizer steps are taken: what a checkpoint between two of them has to hold."""
+
+    experience: Experience
+    figures: dict[str, float]  # of its generation
+    done: int = 0  # optimizer steps
+    averages: Averages = field(default_factory=Averages)  # over these
+    first: dict[str, float] = field(default_factory=dict)  # figures of the first of them
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and tensors."""
+        return {**vars(self), "experience": dict(vars(self.experience)), "averages": self.averages.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "RolloutInTraining":
+        """The same again."""
+        one = cls(**{**state, "experience": Experience(**state["experience"]), "averages": Averages()})
+        one.averages.load_state_dict(state["averages"])
+        return one
 
 
 class DeepSpeedPPOTrainer:
@@ -47,12 +70,12 @@ class DeepSpeedPPOTrainer:
         seed: int,
         reward_stats: RewardStats | RunningRewardStats | None,
         minibatches: Callable[[Experience, int], Iterator[list[Experience]]],
-        texts: Iterator[list[dict]] | None = None,
+        texts: StepLoader | None = None,
         unsup_coef: float = 0.0,
         max_skipped_steps: int = 3,
     ) -> None:
         """``minibatches(experience, epoch)`` cuts a rollout into this rank's share of each optimizer step; ``texts``
-        yields the micro-batches of plain text that an optimizer step adds, weighted by ``unsup_coef``; more than
+        gives the micro-batches of plain text that an optimizer step adds, weighted by ``unsup_coef``; more than
         ``max_skipped_steps`` steps in a row that are not finite end the run."""
         self.roles, self.run, self.settings, self.seed = roles, run, settings, seed
         self.reward_stats, self.minibatches, self.texts, self.unsup_coef = reward_stats, minibatches, texts, unsup_coef
@@ -61,18 +84,20 @@ class DeepSpeedPPOTrainer:
         else:
             self.kl_controller = AdaptiveKLController(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.skipped = SkippedSteps(max_skipped_steps)
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.rollouts = self.text_steps = 0  # taken, finished, used
+        self.present: RolloutInTraining | None = None
+        self._text_stream: Iterator[tuple[int, int, list[dict]]] | None = None
         limit = kl_limit(settings.kl_alarm, settings.kl_target)
         self.alarms = Alarms(kl_limit=limit, clip_reward=settings.clip_reward)
 
-    def generate_experience(self, batches: Sequence[dict], round_index: int) -> tuple[Experience, dict[str, float]]:
+    def generate_experience(self, batches: Sequence[dict]) -> RolloutInTraining:
         """The whole rollout of all ranks, and its figures.
 
         1 sample, 2 cut at EOS, 3 score by the four roles, 4 normalise and clip the scores, 5 shape the rewards with
         the KL penalty, 6 advantages.
         """
         settings, averages, started = self.settings, Averages(), time.perf_counter()
-        sampled = [self._generate_sequence(batch, round_index) for batch in batches]  # 1, 2
+        sampled = [self._generate_sequence(batch, self.rollouts) for batch in batches]  # 1, 2
         generated = time.perf_counter()
         local = self._score(sampled, batches, averages)  # 3
         rollout = Experience.concat(self.run.gather(local), pad_id=self.roles.pad_id)
@@ -98,7 +123,7 @@ class DeepSpeedPPOTrainer:
         figures |= {"seconds_generate": generated - started, "seconds_score": time.perf_counter() - generated}
         if math.isfinite(figures["kl"]):
             self.kl_controller.update(figures["kl"], len(rollout))
-        return rollout, figures
+        return RolloutInTraining(rollout, figures)
 
     def watch(self, figures: dict[str, float]) -> dict[str, float]:
         """Print the alarms that begin with these figures of a rollout and its training; returns what to log of all."""
@@ -173,36 +198,53 @@ class DeepSpeedPPOTrainer:
             "answer_tokens": float(lengths.sum()),
         }
 
-    def train_rlhf(self, experience: Experience, round_index: int) -> dict[str, float]:
-        """All PPO epochs over one rollout; returns averages over its optimizer steps.
+    def train_rlhf(
+        self, rollout: RolloutInTraining, after_step: Callable[[int], bool] = lambda step: False
+    ) -> dict[str, float] | None:
+        """All PPO epochs over one rollout; returns the rollout's figures, with averages over its optimizer steps.
 
         Epochs outside, minibatches inside, reshuffled each epoch; old log-probs and values stay those of the rollout
-        (P-16).
+        (P-16). Optimizer steps that a checkpoint has behind it are not taken again. ``after_step(optimizer steps of
+        the run)`` is called after each; where it returns True the training breaks off and None is returned.
 
         Raises:
             TrainingDiverged: too many skipped steps in a row.
         """
-        started, averages, first = time.perf_counter(), Averages(), {}
+        started, experience, self.present = time.perf_counter(), rollout.experience, rollout
         bad_scores = int((~torch.isfinite(experience.scores)).sum())
         bad = bad_scores or int((~torch.isfinite(experience.advantages.sum(1))).sum())
-        for epoch in range(self.settings.epochs):
-            for micro_batches in self.minibatches(experience, round_index * self.settings.epochs + epoch):
-                if bad:  # whitening has spread it over the whole rollout: nothing of it can be trained
-                    self._skip()
-                    continue
-                step = Averages()
-                self._update(micro_batches, step)
-                step.reduce(self.run.sum)
-                figures = step.result()
-                first = first or {"first_ratio_deviation": figures["ratio_deviation"]}
-                for name, value in figures.items():
-                    averages.add(name, value, 1.0)
+        for position, micro_batches in enumerate(self._minibatches(experience)):
+            if position < rollout.done:
+                continue
+            if bad:  # whitening has spread it over the whole rollout: nothing of it can be trained
+                self._skip()
+            else:
+                self._train_step(micro_batches, rollout)
+            rollout.done += 1
+            if after_step(self.optimizer_steps):
+                return None
         kind = "scores" if bad_scores else "answers' values or log-probs"
-        what = f"{bad} of {len(experience)} {kind} of rollout {round_index + 1} were not finite"
+        what = f"{bad} of {len(experience)} {kind} of rollout {self.rollouts + 1} were not finite"
         if bad:
             self.run.print(f"step {self.optimizer_steps}: {what}; the rollout is skipped")
             self.skipped.note(True, self.optimizer_steps, what)
-        return averages.result() | first | {"seconds_train": time.perf_counter() - started}
+        self.present = None
+        self.rollouts += 1
+        seconds = {"seconds_train": time.perf_counter() - started}
+        return rollout.figures | rollout.averages.result() | rollout.first | seconds
+
+    def _minibatches(self, experience: Experience) -> Iterator[list[Experience]]:
+        for epoch in range(self.settings.epochs):
+            yield from self.minibatches(experience, self.rollouts * self.settings.epochs + epoch)
+
+    def _train_step(self, micro_batches: Sequence[Experience], rollout: RolloutInTraining) -> None:
+        step = Averages()
+        self._update(micro_batches, step)
+        step.reduce(self.run.sum)
+        figures = step.result()
+        rollout.first = rollout.first or {"first_ratio_deviation": figures["ratio_deviation"]}
+        for name, value in figures.items():
+            rollout.averages.add(name, value, 1.0)
 
     def _skip(self) -> None:
         """Neither role takes this step; both schedules advance."""
@@ -214,7 +256,7 @@ class DeepSpeedPPOTrainer:
         """One optimizer step of actor and critic, by both or by neither: all ranks must find all of it finite."""
         actor, critic = self.roles.actor, self.roles.critic
         tokens = float(self.run.sum(torch.stack([rows.response_mask.sum() for rows in micro_batches]).sum()))
-        texts = [] if self.texts is None else next(self.texts)
+        texts = self._next_texts()
         with actor.engine.training_mode(), critic.engine.training_mode():
             for index, rows in enumerate(micro_batches):
                 rows = rows.to(self.run.device)
@@ -235,6 +277,35 @@ class DeepSpeedPPOTrainer:
         # Under fp16 a gradient may overflow now and then: the loss scale goes down and no harm is done.
         failed = not losses_good or (not good and self.run.dtype != torch.float16)
         self.skipped.note(failed, self.optimizer_steps, "a loss or a gradient was not finite")
+
+    def _next_texts(self) -> list[dict]:
+        if self.texts is None:
+            return []
+        if self._text_stream is None:
+            self._text_stream = self.texts.steps(self.text_steps, None)
+        self.text_steps, _, batches = next(self._text_stream)
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold beside the two engines; equal on all ranks."""
+        running = isinstance(self.reward_stats, RunningRewardStats)
+        return {
+            "optimizer_steps": self.optimizer_steps, "rollouts": self.rollouts, "text_steps": self.text_steps,
+            "kl_controller": self.kl_controller.state_dict(), "skipped": self.skipped.state_dict(),
+            "reward_stats": self.reward_stats.state_dict() if running else None, "alarms": self.alarms.state_dict(),
+            "present": None if self.present is None else self.present.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave; a rollout that was in training waits in ``present``."""
+        self.optimizer_steps, self.rollouts = state["optimizer_steps"], state["rollouts"]
+        self.text_steps, self._text_stream = state["text_steps"], None
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.skipped.load_state_dict(state["skipped"])
+        if isinstance(self.reward_stats, RunningRewardStats):
+            self.reward_stats.load_state_dict(state["reward_stats"])
+        self.alarms.load_state_dict(state["alarms"])
+        self.present = None if state["present"] is None else RolloutInTraining.from_state(state["present"])
 
     def _accumulate_texts(self, texts: Sequence[dict], averages: Averages) -> None:
         count = float(self.run.sum(sum(batch["response_mask"][:, 1:].sum() for batch in texts)))
