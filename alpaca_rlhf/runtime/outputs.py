@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from alpaca_rlhf.arguments.errors import UserError
 
 _WRITING = ".writing"  # an output on its way; worthless if found later
@@ -49,6 +51,8 @@ def write_output(directory: Path, write: Callable[[Path], None]) -> None:
     one rename makes the new output the valid one; only then its files take their places, those of the previous output
     that have no successor go, and files that no output wrote stay. A process that dies between leaves the rest to
     the next prepare_output_dir. To be called by one process.
+
+    Raises UserError where the disk does not take it.
     """
     prepare_output_dir(directory)
     writing = directory / _WRITING
@@ -60,6 +64,12 @@ def write_output(directory: Path, write: Callable[[Path], None]) -> None:
         names = sorted(entry.name for entry in writing.iterdir())
         (writing / _MANIFEST).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         writing.rename(directory / _COMPLETE)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise UserError(
+            f"the output in {directory} could not be written ({reason}); what was there is unchanged: make room, then "
+            "go on from the newest checkpoint with --resume, or train again"
+        ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     _move_into_place(directory)

@@ -131,7 +131,7 @@ class MetricsLog:
     def close(self) -> None:
         """Close the files and draw the curves; a second call does nothing.
 
-        Raises UserError if lines of the log could not be written until now.
+        Raises UserError if the disk does not take them, or has not taken all lines of the log.
         """
         if self._writer is not None:
             self._writer.close()
@@ -143,10 +143,14 @@ class MetricsLog:
         self._file = None
         if problem:
             raise UserError(f"{self._output_dir}/metrics.jsonl lacks its last lines ({problem}): make room on the disk")
-        for title, names in self.curves.items():
-            lines = {name: self.history[name] for name in names if name in self.history}
-            if any(math.isfinite(value) for _, values in lines.values() for value in values):
-                draw_curves(self._output_dir / "curves" / f"{_file_name(title)}.png", title, lines)
+        try:
+            for title, names in self.curves.items():
+                lines = {name: self.history[name] for name in names if name in self.history}
+                if any(math.isfinite(value) for _, values in lines.values() for value in values):
+                    draw_curves(self._output_dir / "curves" / f"{_file_name(title)}.png", title, lines)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"the curves in {self._output_dir} could not be drawn ({reason})") from error
 
 
 def draw_curves(path: Path, title: str, lines: dict[str, tuple[list[int], list[float]]]) -> None:

@@ -22,7 +22,12 @@ def write_data(folder: Path, copies: int = 3) -> Path:
 
 
 def run_step(step: int, folder: Path, *words: object, **flags: object) -> int:
-    """Run one step's program as a shell would and return its exit code; ``folder`` holds ``data`` and the cache.
+    """Run one step's program as a shell would and return its exit code; the words are those of :func:`argv_of`."""
+    return command(PROGRAMS[step])(argv_of(step, folder, *words, **flags))
+
+
+def argv_of(step: int, folder: Path, *words: object, **flags: object) -> list[str]:
+    """The words of one step's command line; ``folder`` holds ``data`` and the cache.
 
     ``flags``: name → value; True is a switch, None leaves the flag out.
     """
@@ -35,7 +40,7 @@ def run_step(step: int, folder: Path, *words: object, **flags: object) -> int:
             argv.append(f"--{name}")
         elif value is not None:
             argv += [f"--{name}", str(value)]
-    return command(PROGRAMS[step])(argv)
+    return argv
 
 
 DEFAULTS: dict[int, dict[str, object]] = {

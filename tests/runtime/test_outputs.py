@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from safetensors import SafetensorError
 
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.runtime import outputs
@@ -79,8 +80,14 @@ def test_a_log_that_is_open_during_the_swap_goes_on(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_failing_write_leaves_the_old_output_and_nothing_else(tmp_path, error):
+FULL = SafetensorError("Error while serializing: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(OSError(28, "disk full"), UserError), (FULL, UserError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_failing_write_leaves_the_old_output_and_nothing_else(tmp_path, error, seen):
     out = tmp_path / "out"
     write_output(out, writer({"model": "old"}))
     before = sorted(path.name for path in out.iterdir())
@@ -89,7 +96,7 @@ def test_a_failing_write_leaves_the_old_output_and_nothing_else(tmp_path, error)
         (folder / "model").write_text("half")
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(seen):
         write_output(out, write)
     assert content(out) == {"model": "old"}
     assert sorted(path.name for path in out.iterdir()) == before
