@@ -28,6 +28,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tok
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
     check_model,
     check_same_tokenizer,
+    note_other_shares,
     note_other_templates,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
     encoder = TextEncoder(tokenizer, args.data.template)
     note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
+    note_other_shares(args.data.paths, args.data.split, args.data.seed, run.print, args.actor.path, args.critic.path)
     data = create_prompt_dataset(
         paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
         cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
