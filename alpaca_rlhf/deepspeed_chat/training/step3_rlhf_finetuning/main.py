@@ -8,6 +8,7 @@ Writes OUTPUT/actor (a plain causal model), OUTPUT/critic and, if asked, OUTPUT/
 in ppo_trainer.py, the formulas are in algorithms/.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from alpaca_rlhf.algorithms.experience import Experience
@@ -47,14 +48,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_step3(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
-    reward_stats = check_inputs(args)
+    reward_stats = check_inputs(args, run.print)
 
     # text → ids → batches of prompts
     tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
     check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
     encoder = TextEncoder(tokenizer, args.data.template)
     note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
-    note_other_shares(args.data.paths, args.data.split, args.data.seed, run.print, args.actor.path, args.critic.path)
     data = create_prompt_dataset(
         paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
         cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
@@ -114,13 +114,14 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(str(diverged))
 
 
-def check_inputs(args: Step3Arguments) -> RewardStats | RunningRewardStats | None:
+def check_inputs(args: Step3Arguments, notice: Callable[[str], None]) -> RewardStats | RunningRewardStats | None:
     """Refuse what cannot work before a model loads; returns what scores are normalised by."""
     needed = args.rollout.max_prompt_len + args.rollout.max_answer_len
     for model, kind in ((args.actor, "causal_lm"), (args.critic, "reward_model")):
         parts = f"{args.rollout.max_prompt_len} prompt + {args.rollout.max_answer_len} answer tokens"
         check_model(model.path, kind, needed_positions=needed, parts=parts,
                     lora_module_names=model.lora_module_names if model.lora_dim else None)  # fmt: skip
+    note_other_shares(args.data.paths, args.data.split, args.data.seed, notice, args.actor.path, args.critic.path)
     if args.ppo.reward_normalization == "saved":
         return read_reward_stats(args.critic.path)
     return RunningRewardStats() if args.ppo.reward_normalization == "running" else None
