@@ -24,7 +24,7 @@ TIERS = [
     {"arguments", "algorithms"},
     {"engines", "rollout", "runtime", "utils"},
     set(STEPS.values()),
-    {"demo", "openllama2", "evaluation", "inference"},
+    {"demo", "doctor", "openllama2", "evaluation", "inference"},
 ]
 ONLY_IN = {
     "deepspeed": r"alpaca_rlhf/engines/deepspeed_\w+\.py",

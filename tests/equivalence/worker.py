@@ -105,7 +105,6 @@ def everything_sharded(sharded: bool) -> Iterator[None]:
     """The program lets ZeRO-3 keep parameters below 10,000 numbers whole; tiny models have no others."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("deepspeed_config", "frozen_config") if sharded else ():
-
             patch.setattr(deepspeed_engine, name, partial(without_threshold, getattr(deepspeed_engine, name)))
         yield
 

@@ -70,7 +70,7 @@ def test_each_alarm_is_said_once_when_it_begins(series, name, begins, words):
     watcher = alarms()
     said = run(watcher, changed(**series))
     assert list(said) == [begins] and len(said[begins]) == 1
-    assert all(word in said[begins][0] for word in ["alarm: ", *words])
+    assert all(word in said[begins][0] for word in [f"alarm at rollout {begins + 1}: ", *words])
     assert watcher.active == [name]
     assert watcher.metrics() == {"alarms": 1.0, f"alarm/{name}": 1.0}
 
@@ -135,8 +135,9 @@ def test_a_resumed_run_goes_on_where_it_stopped(stop):
     assert len(whole) == 3
     first, second = alarms(), alarms()
     said = run(first, rollouts[:stop])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    first.rollout(rollouts[stop])  # the state is a copy, not a view
+    state = first.state_dict()
+    run(first, rollouts[stop:])  # the state is a copy, not a view
+    second.load_state_dict(json.loads(json.dumps(state)))
     said |= {stop + index: sentences for index, sentences in run(second, rollouts[stop:]).items()}
     assert said == whole
 
@@ -150,7 +151,7 @@ def test_the_limit_of_the_kl():
 def test_R05_every_score_clipped_is_said_and_logged(done, tmp_path, capsys):
     flags = {"reward_normalization": "off", "clip_reward": 1e-6, "output_dir": tmp_path / "out"}
     assert run_step(3, done, **trained(done), **flags) == 0
-    assert capsys.readouterr().out.count("alarm: 100% of the scores are beyond ±1e-06 and clipped") == 1
+    assert capsys.readouterr().out.count("alarm at rollout 1: 100% of the scores are beyond ±1e-06 and clipped") == 1
     assert [record["alarm/scores_clipped"] for record in metrics(tmp_path / "out")] == [1.0, 1.0]
 
 

@@ -31,8 +31,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "MATHS.md").read_text(encoding="utf
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
     write_data(folder / "data")
-    tokenizer = sentencepiece_tokenizer(folder / "sp")
-    tokenizer.padding_side, tokenizer.model_max_length = "left", 100
+    own_settings = {"add_eos_token": True, "padding_side": "right", "model_max_length": 100}
+    tokenizer = type(sentencepiece_tokenizer(folder / "sp")).from_pretrained(folder / "sp", **own_settings)
     save_model(folder / "base", tiny_llama(len(tokenizer)), tokenizer)
     asked = []
     with pytest.MonkeyPatch.context() as patch:
@@ -76,9 +76,10 @@ def test_T08_no_step_changes_the_tokenizer_but_for_its_template(done, name):
     settings = [json.loads((done / place / "tokenizer_config.json").read_text()) for place in ("elsewhere", name)]
     changed = {key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)}
     assert changed <= {"chat_template", "pad_token", "name_or_path", "is_local"}, changed
-    assert (after.padding_side, after.model_max_length) == ("left", 100)
+    assert (after.padding_side, after.model_max_length) == ("right", 100)
     for text in ("a b", "name a colour ]{", ""):
         assert after(text)["input_ids"] == before(text)["input_ids"]
+        assert after(text)["input_ids"][-1] == after.eos_token_id  # as its own setting says; the steps do not care
 
 
 def test_M06_two_epochs_of_three_steps_count_to_six(done):
@@ -185,6 +186,26 @@ def test_M03_perplexity_is_of_all_tokens_whatever_the_batch(base, tmp_path):
     for record in found:
         assert record["eval_tokens"] == count
         assert record["eval_perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-5)
+
+
+def test_S04_the_gradient_is_that_of_the_mean_over_the_tokens_of_the_step(base, tmp_path):
+    """By hand, for one step of 8 records in micro-batches of 2; the norm that is logged is the one before clipping."""
+    flags = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    data = write_jsonl(tmp_path / "eight.jsonl", PAIRS)
+    flags |= {"data_path": data, "output_dir": tmp_path / "out", "model_name_or_path": base / "base"}
+    assert run_step(1, base, **flags) == 0
+    model, tokenizer = (kind.from_pretrained(base / "base") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    losses = []
+    for pair in PAIRS:
+        ids = tokenizer("<s>" + pair["prompt"] + pair["chosen"] + "</s>", add_special_tokens=False)["input_ids"]
+        trained = len(tokenizer(pair["chosen"])["input_ids"]) + 1
+        log_probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        losses += [-log_probs[t - 1, ids[t]] for t in range(len(ids) - trained, len(ids))]
+    loss = torch.stack(losses).mean()
+    norm = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    record = metrics(tmp_path / "out")[-1]
+    assert record["tokens"] == len(losses) and record["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 def broken_from(monkeypatch, first: int, last: int) -> None:

@@ -102,6 +102,16 @@ def test_a_special_token_that_a_person_wrote_does_not_look_like_one(tmp_path):
     assert text.count("⟨</s>⟩") == 1 and "Assistant: blue⟨</s>⟩" in text
 
 
+def test_a_token_that_was_added_as_special_is_one():
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["<turn>"], special_tokens=True)
+    assert "<turn>" not in tokenizer.all_special_tokens
+    template = "{% for m in messages %}<turn>{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}"
+    tokenizer.chat_template = template + "{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+    text = "\n".join(printed(TextEncoder(tokenizer), 1, replace(DIALOGUE, prompt=(Turn("user", "one"),), chosen="two")))
+    assert "⟨<s>⟩⟨<turn>⟩ one⟨<turn>⟩ two⟨</s>⟩" in text
+
+
 def test_lines_are_cut_at_the_width_and_at_line_breaks_without_losing_a_character(tmp_path):
     sentencepiece_tokenizer(tmp_path)
     encoder = TextEncoder(load_tokenizer(str(tmp_path), notice=lambda _: None))
@@ -111,8 +121,9 @@ def test_lines_are_cut_at_the_width_and_at_line_breaks_without_losing_a_characte
     lines = text_lines(ids, signs, encoder, colour=False, width=40)
     texts = [line for line in lines if line.strip("~ ")]
     assert "".join(texts).replace("↵", "\n") == "⟨<s>⟩Human: why\\tnot \\x1b[31m Assistant: " + answer + "⟨</s>⟩"
-    assert all(inspection._columns(line) <= 40 for line in lines)
-    assert any(inspection._columns(line) > 35 and "漢" in line for line in texts)
+    columns = [len(line) + sum(one in "漢字" for one in line) for line in lines]
+    assert max(columns) == 40
+    assert all(len(sign) == width for sign, width in zip(lines[-3::2], columns[-4::2], strict=True))  # below the text
 
 
 def test_colours_mark_the_same_text_and_need_a_terminal_that_wants_them(encoder, monkeypatch):

@@ -45,6 +45,7 @@ class Alarms:
         self._held = {rule.name: 0 for rule in self._rules}  # rollouts in a row with the alarm's sign
         self._missed = {rule.name: 0 for rule in self._rules}  # and without it
         self._active: list[str] = []
+        self._rollouts = 0
         self._first: list[list[float]] = []  # of the run's first rollouts: score, its std, adjusted distinctness
         self._recent: list[list[float]] = []  # of the last ones
 
@@ -60,6 +61,7 @@ class Alarms:
             figures: what ``generate_experience`` and ``train_rlhf`` return, in one dictionary; a figure may be missing
                 (a rollout that was skipped trains nothing) or not finite: it then says nothing.
         """
+        self._rollouts += 1
         known = {name: value for name, value in figures.items() if math.isfinite(value)}
         known |= self._since_the_start(known)
         begun = []
@@ -71,7 +73,7 @@ class Alarms:
             self._missed[rule.name] = 0 if holds else self._missed[rule.name] + 1
             if rule.name not in self._active and self._held[rule.name] >= rule.rollouts:
                 self._active.append(rule.name)
-                begun.append("alarm: " + rule.sentence.format(**known))
+                begun.append(f"alarm at rollout {self._rollouts}: {rule.sentence.format(**known)}")
             elif rule.name in self._active and self._missed[rule.name] >= OVER_AFTER:
                 self._active.remove(rule.name)
         return begun
@@ -83,6 +85,7 @@ class Alarms:
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
         return {
+            "rollouts": self._rollouts,
             "held": dict(self._held),
             "missed": dict(self._missed),
             "active": list(self._active),
@@ -92,6 +95,7 @@ class Alarms:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the object that gave ``state``."""
+        self._rollouts = state["rollouts"]
         self._held, self._missed = dict(state["held"]), dict(state["missed"])
         self._active = list(state["active"])
         self._first, self._recent = ([list(row) for row in state[name]] for name in ("first", "recent"))

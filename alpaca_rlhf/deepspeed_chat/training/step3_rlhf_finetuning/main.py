@@ -8,6 +8,7 @@ Writes OUTPUT/actor (a plain causal model), OUTPUT/critic and, if asked, OUTPUT/
 in ppo_trainer.py, the formulas are in algorithms/.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
@@ -28,6 +29,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tok
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
     check_model,
     check_same_tokenizer,
+    note_other_shares,
     note_other_templates,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP3.flag, **args.output.checkpoints())
-    reward_stats = check_inputs(args)
+    reward_stats = check_inputs(args, run.print)
 
     # text → ids → batches of prompts
     tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
@@ -126,13 +128,14 @@ def train(args: Step3Arguments, run: Run, prompts: StepLoader, rollouts: int, tr
     return diverged
 
 
-def check_inputs(args: Step3Arguments) -> RewardStats | RunningRewardStats | None:
+def check_inputs(args: Step3Arguments, notice: Callable[[str], None]) -> RewardStats | RunningRewardStats | None:
     """Refuse what cannot work before a model loads; returns what scores are normalised by."""
     needed = args.rollout.max_prompt_len + args.rollout.max_answer_len
     for model, kind in ((args.actor, "causal_lm"), (args.critic, "reward_model")):
         parts = f"{args.rollout.max_prompt_len} prompt + {args.rollout.max_answer_len} answer tokens"
         check_model(model.path, kind, needed_positions=needed, parts=parts,
                     lora_module_names=model.lora_module_names if model.lora_dim else None)  # fmt: skip
+    note_other_shares(args.data.paths, args.data.split, args.data.seed, notice, args.actor.path, args.critic.path)
     if args.ppo.reward_normalization == "saved":
         return read_reward_stats(args.critic.path)
     return RunningRewardStats() if args.ppo.reward_normalization == "running" else None

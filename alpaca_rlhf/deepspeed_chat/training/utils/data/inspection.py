@@ -51,8 +51,8 @@ def show_records(
     count, colour = min(count, len(records)), in_colour()
     chosen = [records[index * len(records) // count] for index in range(count)]
     items = [{**item, "row": number} for number, item in enumerate(chosen)]
-    say(f"{count} of {len(records):,} records as the model gets them; {_legend(step, colour)};")
-    say("⟨…⟩ is a special token, ↵ a line break; below each text are tokens with their ids, [positions] from 0")
+    say(f"{count} of {len(records):,} records as the model gets them: ⟨…⟩ is a special token, ↵ a line break;")
+    say(f"{_legend(step, colour)}; below: tokens with ids, [positions] from 0")
     shown = {1: _conversations, 2: _pairs, 3: _prompts}[step](items, encoder)
     for item, (facts, texts) in zip(items, shown, strict=True):
         say("")
@@ -146,8 +146,8 @@ def _legend(step: int, colour: bool) -> str:
     trained, scored, padding = (names[sign] if colour else f"above {sign}" for sign in (TRAINED, SCORED, PADDING))
     return {
         1: f"what is trained stands {trained}",
-        2: f"where the sides differ stands {trained}, where the score is read {scored}",
-        3: f"one batch, its padding stands {padding}",
+        2: f"the sides differ {trained}, the score is read {scored}",
+        3: f"they are one batch, padded on the left {padding}",
     }[step]
 
 
