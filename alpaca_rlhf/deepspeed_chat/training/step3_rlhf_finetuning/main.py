@@ -19,6 +19,7 @@ from alpaca_rlhf.arguments.schema import Step3Arguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.export import export
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_steps
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import load_reward_function
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import MEMORY_ADVICE, RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
@@ -49,12 +50,13 @@ def main(argv: list[str] | None = None) -> None:
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
     reward_stats = check_inputs(args, run.print)
+    reward_function = load_reward_function(args.reward_fn) if args.reward_fn else None
 
     # text → ids → batches of prompts
     tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
-    check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
+    check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, *args.model_paths())
     encoder = TextEncoder(tokenizer, args.data.template)
-    note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
+    note_other_templates(encoder.chat_template, run.print, *args.model_paths())
     data = create_prompt_dataset(
         paths=args.data.paths, step=3, split=args.data.split, seed=args.data.seed, encoder=encoder,
         cache_dir=args.data.cache_dir, max_len=args.rollout.max_prompt_len, run=run, probs=args.data.probs,
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = text_steps(args, run, encoder) if args.unsupervised_dataset_name else None
 
     # four roles
-    roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps,
+    roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps, reward_function=reward_function,
                        reward_stats=reward_stats if isinstance(reward_stats, RewardStats) else None)  # fmt: skip
     trainer = DeepSpeedPPOTrainer(
         roles, run, args.ppo, seed=args.output.seed, reward_stats=reward_stats,
@@ -117,11 +119,12 @@ def main(argv: list[str] | None = None) -> None:
 def check_inputs(args: Step3Arguments, notice: Callable[[str], None]) -> RewardStats | RunningRewardStats | None:
     """Refuse what cannot work before a model loads; returns what scores are normalised by."""
     needed = args.rollout.max_prompt_len + args.rollout.max_answer_len
-    for model, kind in ((args.actor, "causal_lm"), (args.critic, "reward_model")):
+    critic = (args.actor.path, "causal_lm") if args.critic.path is None else (args.critic.path, "reward_model")
+    for (path, kind), model in (((args.actor.path, "causal_lm"), args.actor), (critic, args.critic)):
         parts = f"{args.rollout.max_prompt_len} prompt + {args.rollout.max_answer_len} answer tokens"
-        check_model(model.path, kind, needed_positions=needed, parts=parts,
+        check_model(path, kind, needed_positions=needed, parts=parts,
                     lora_module_names=model.lora_module_names if model.lora_dim else None)  # fmt: skip
-    note_other_shares(args.data.paths, args.data.split, args.data.seed, notice, args.actor.path, args.critic.path)
+    note_other_shares(args.data.paths, args.data.split, args.data.seed, notice, *args.model_paths())
     if args.ppo.reward_normalization == "saved":
         return read_reward_stats(args.critic.path)
     return RunningRewardStats() if args.ppo.reward_normalization == "running" else None
