@@ -165,6 +165,7 @@ def _step3() -> list[Row]:
         *_data(3),
         *_model("actor", "actor", "actor_", 9.65e-6, "--disable_actor_dropout"),
         *_model("critic and reward model", "critic", "critic_", 5e-6, "--disable_critic_dropout"),
+        _row("critic and reward model", "--reward_fn", "reward_fn", TEXT),
         _row(shared, "--tokenizer_name_or_path", "tokenizer_path", TEXT),
         _row(shared, "--enable_ema", "enable_ema", SWITCH),
         _row(shared, "--ema_decay", "ema_decay", NUMBER),

@@ -16,6 +16,7 @@ from alpaca_rlhf.arguments.parts import (
 )
 
 __all__ = [
+    "CriticArguments",
     "DataArguments",
     "EngineArguments",
     "ModelArguments",
@@ -162,10 +163,10 @@ class PPOArguments(Settings):
     gamma: float = setting(1.0, "discount per token", at_least=0, at_most=1)
     lam: float = setting(0.95, "lambda of the generalised advantage estimation", at_least=0, at_most=1)
     whiten_advantages: bool = setting(True, "scale advantages to mean 0, std 1 over the whole batch of all processes")
-    reward_normalization: str = setting(
-        "saved",
+    reward_normalization: str | None = setting(
+        None,
         "mean and std that scores are normalised by: saved = of step 2 (reward_stats.json), running = of this "
-        "run so far, off = none",
+        "run so far, off = none; absent, saved for a reward model and off for a reward function",
         choices=("saved", "running", "off"),
     )
     missing_eos_penalty: float | None = setting(
@@ -183,11 +184,29 @@ class PPOArguments(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticArguments(ModelArguments):
+    """The critic, which has no model of its own to start from where a function gives the scores."""
+
+    path: str | None = setting(  # type: ignore[assignment]  # Step3Arguments accepts None with a reward function only
+        None,
+        "reward model, which scores the answers and starts the critic: a folder or a hub name; with a reward function "
+        "it only starts the critic and may be absent: then that is the actor's model with a new head",
+        neutral=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Step3Arguments(_StepArguments):
-    """PPO against the reward model."""
+    """PPO against the reward model, or a function in its place."""
 
     actor: ModelArguments
-    critic: ModelArguments
+    critic: CriticArguments
+    reward_fn: str | None = setting(
+        None,
+        "FILE.py:NAME, a Python function that scores answers in place of the reward model: NAME(prompts, answers) gets "
+        "two lists of texts (special tokens left out) and returns one number for each; absent, the reward model scores",
+        neutral=True,  # the file is compared
+    )
     tokenizer_path: str | None = setting(
         None, "folder or hub name of the tokenizer; absent, <actor.path>", neutral=True
     )
@@ -219,6 +238,40 @@ class Step3Arguments(_StepArguments):
         super().__post_init__()
         self._check_models(("actor", "critic"))
         _refuse_sft_only(self.data)
+        self._check_reward_source()
+        if self.ppo.reward_normalization is None:  # what is saved beside the model says what was done
+            ppo = dataclasses.replace(self.ppo, reward_normalization="off" if self.reward_fn else "saved")
+            object.__setattr__(self, "ppo", ppo)
+
+    def _check_reward_source(self) -> None:
+        """Refuse to have no source of scores, and what only makes sense for a reward model where there is none."""
+        if self.reward_fn is None:
+            if self.critic.path is None:
+                raise SettingError(
+                    "<critic.path> must be given: it is the reward model that scores the answers; or score them with "
+                    "<reward_fn>"
+                )
+            return
+        file, colon, name = self.reward_fn.rpartition(":")
+        if not (file.endswith(".py") and colon and name.isidentifier()):
+            raise SettingError(
+                "<reward_fn> is {0}; give the file, a colon and the function's name, such as rewards.py:score",
+                repr(self.reward_fn),
+            )
+        if self.ppo.reward_normalization == "saved":
+            raise SettingError(
+                "<ppo.reward_normalization> saved reads what step 2 measured of a reward model's scores, but the "
+                "scores come from <reward_fn>; choose running or off"
+            )
+        if self.offload_reward_model:
+            raise SettingError(
+                "<offload_reward_model> has no effect with <reward_fn>, because no reward model is held; leave "
+                "<offload_reward_model> away"
+            )
+
+    def model_paths(self) -> tuple[str, ...]:
+        """Where the models of the run come from: the actor's, and the critic's if it has its own."""
+        return (self.actor.path,) if self.critic.path is None else (self.actor.path, self.critic.path)
 
     def rollout_size(self, world_size: int) -> int:
         """Prompts per rollout over all processes: batch x batches x processes."""

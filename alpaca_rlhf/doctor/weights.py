@@ -172,7 +172,7 @@ def _describe_reward_model(model: Model, headers: dict[str, Header] | None, step
         page.fact("", f"the score is the head's {sign} {number(abs(offset))}: score_offset in config.json, which "
                       "transformers does not add")  # fmt: skip
     if step == "ppo_critic":
-        page.fact("reward stats", "none, as in every critic: the normalisation of the scores is folded into its head")
+        page.fact("reward stats", "none: in a critic a normalisation by saved statistics is folded into its head")
         return
     file = Path(model.path) / FILE
     if not file.is_file():

@@ -110,6 +110,7 @@ def test_seed_command_of_step_3_means_what_it_says():
         "data": DATA,
         "actor": MODEL | {"path": "/out/actor/", "learning_rate": 9.65e-6, "lora_module_names": ["q_proj"]},
         "critic": MODEL | {"path": "/out/critic", "learning_rate": 5e-6},
+        "reward_fn": None,
         "tokenizer_path": "/llama",
         "schedule": SCHEDULE | {"num_warmup_steps": 100},
         "engine": ENGINE,
@@ -204,8 +205,10 @@ EXAMPLES = {
     parser.WORDS: ("a b", ("a", "b")), parser.NAMES: ("a,b", ("a", "b")), parser.SWITCH: ("", True),
     parser.TRUTH: ("false", False), parser.FOLDER: ("word", "word"),
 }  # fmt: skip
-SPECIAL = {"data.split": ("1,2,3", (1, 2, 3)), "data.probs": ("1", (1,)), "engine.local_rank": ("0", 0),
-           "output.keep_checkpoints": ("3", 3)}  # fmt: skip
+SPECIAL = {
+    "data.split": ("1,2,3", (1, 2, 3)), "data.probs": ("1", (1,)), "engine.local_rank": ("0", 0),
+    "reward_fn": ("r.py:score", "r.py:score"), "output.keep_checkpoints": ("3", 3),
+}  # fmt: skip
 CHOICES = {
     "data.template": "hh", "engine.dtype": "bf16", "schedule.lr_scheduler_type": "linear", "pair_loss": "per_token",
     "ppo.kl_estimator": "k3", "ppo.reward_normalization": "off",
@@ -236,6 +239,8 @@ def companions(step, row):
             words += [word for rank in ranks for word in (rank, "4")]
         if name == "save_adapter":
             words.append("--only_optimize_lora")
+        if name == "reward_fn":  # it changes the default of this one
+            words += ["--reward_normalization", "off"]
     return words
 
 
@@ -320,6 +325,20 @@ def test_offload_of_step_3_holds_for_both_models():
     assert parsed["actor.offload"] and parsed["critic.offload"]
     with pytest.raises(UserError, match="--offload has no effect without --critic_zero_stage"):
         fields_of(3, words[:-2])
+
+
+def test_a_reward_function_needs_no_critic_of_its_own_and_no_saved_statistics():
+    actor = ["--actor_model_name_or_path", "a"]
+    parsed = deepspeed_chat.parse_step3([*actor, "--reward_fn", "~/r.py:score"])
+    assert parsed.critic.path is None and parsed.model_paths() == ("a",)
+    assert parsed.ppo.reward_normalization == "off" and parsed.to_dict()["ppo"]["reward_normalization"] == "off"
+    assert parsed.reward_fn.endswith("/r.py:score") and not parsed.reward_fn.startswith("~")
+    assert deepspeed_chat.parse_step3(REQUIRED[3]).ppo.reward_normalization == "saved"
+    assert deepspeed_chat.parse_step3(REQUIRED[3]).model_paths() == ("a", "c")
+    running = deepspeed_chat.parse_step3([*actor, "--reward_fn", "r.py:score", "--reward_normalization", "running"])
+    assert running.ppo.reward_normalization == "running"
+    with pytest.raises(UserError, match="--critic_model_name_or_path must be given.*--reward_fn"):
+        deepspeed_chat.parse_step3(actor)
 
 
 def test_M05_no_setting_is_a_secret():

@@ -9,6 +9,7 @@ import pytest
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.fields import SettingError, spelled
 from alpaca_rlhf.arguments.schema import (
+    CriticArguments,
     DataArguments,
     EngineArguments,
     ModelArguments,
@@ -24,6 +25,10 @@ from alpaca_rlhf.arguments.schema import (
 
 def model(**changes):
     return ModelArguments(**{"path": "m", "learning_rate": 1e-3} | changes)
+
+
+def critic(**changes):
+    return CriticArguments(**{"learning_rate": 1e-3} | changes)
 
 
 def schedule(**changes):
@@ -44,7 +49,7 @@ def step1(**changes):
 
 
 def step3(**changes):
-    parts = {"actor": model(), "critic": model(), "rollout": RolloutArguments(), "ppo": PPOArguments()}
+    parts = {"actor": model(), "critic": critic(path="m"), "rollout": RolloutArguments(), "ppo": PPOArguments()}
     return Step3Arguments(**common() | parts | changes)
 
 
@@ -141,6 +146,13 @@ REFUSED = [
     (lambda: step3(critic=model(zero_stage=1)), "critic.zero_stage"),
     (lambda: step3(data=DataArguments(sft_only_paths=("x",))), "data.sft_only_paths"),
     (lambda: step3(ema_decay=0.9), "enable_ema"),
+    (lambda: step3(critic=critic()), "critic.path"),
+    (lambda: step3(reward_fn="rewards.py"), "reward_fn"),
+    (lambda: step3(reward_fn="rewards:score"), "reward_fn"),
+    (lambda: step3(reward_fn="rewards.py:"), "reward_fn"),
+    (lambda: step3(reward_fn="rewards.py:a b"), "reward_fn"),
+    (lambda: step3(reward_fn="r.py:f", ppo=PPOArguments(reward_normalization="saved")), "ppo.reward_normalization"),
+    (lambda: step3(reward_fn="r.py:f", offload_reward_model=True), "offload_reward_model"),
     (lambda: step3(enable_ema=True, ema_decay=1.1), "ema_decay"),
     (lambda: step3(unsupervised_dataset_config_name="c"), "unsupervised_dataset_name"),
     (lambda: step3(unsup_coef=1.0), "unsupervised_dataset_name"),

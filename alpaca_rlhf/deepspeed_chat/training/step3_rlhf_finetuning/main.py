@@ -8,17 +8,18 @@ Writes OUTPUT/actor (a plain causal model), OUTPUT/critic and, if asked, OUTPUT/
 in ppo_trainer.py, the formulas are in algorithms/.
 """
 
-from collections.abc import Callable
 from functools import partial
 
-from alpaca_rlhf.algorithms.rewards import RewardStats, RunningRewardStats
+from alpaca_rlhf.algorithms.rewards import RewardStats
 from alpaca_rlhf.arguments.deepspeed_chat import STEP3, parse_step3
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.schema import Step3Arguments
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.answers import print_answers
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.export import export
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.inputs import check_inputs, sources
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.minibatches import minibatches, plan, text_loader
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.ppo_trainer import DeepSpeedPPOTrainer
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import load_reward_function
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import MEMORY_ADVICE, RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_prompt_dataset
@@ -27,13 +28,9 @@ from alpaca_rlhf.deepspeed_chat.training.utils.data.loader import StepLoader
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
-    check_model,
     check_same_tokenizer,
-    note_other_shares,
     note_other_templates,
 )
-from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_stats import read_reward_stats
-from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
 from alpaca_rlhf.engines.stepping import TrainingDiverged
 from alpaca_rlhf.runtime.checkpoint import Checkpoints
 from alpaca_rlhf.runtime.outputs import prepare_output_dir
@@ -52,20 +49,19 @@ def main(argv: list[str] | None = None) -> None:
     prepare_output_dir(args.output.output_dir)
     checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP3.flag, **args.output.checkpoints())
     reward_stats = check_inputs(args, run.print)
+    reward_function = load_reward_function(args.reward_fn) if args.reward_fn else None
 
     # text → ids → batches of prompts
     tokenizer = load_tokenizer(args.tokenizer_path or args.actor.path, notice=run.print)
-    check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, args.actor.path, args.critic.path)
+    check_same_tokenizer(tokenizer, args.tokenizer_path or args.actor.path, *args.model_paths())
     encoder = TextEncoder(tokenizer, args.data.template)
-    note_other_templates(encoder.chat_template, run.print, args.actor.path, args.critic.path)
+    note_other_templates(encoder.chat_template, run.print, *args.model_paths())
     data = create_prompt_dataset(**args.data.reading(), step=3, encoder=encoder, max_len=args.rollout.max_prompt_len,
                                  run=run)  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 3, args.output.inspect, run.print)
-    checkpoints.identify({"--data_path": lambda: data.fingerprint,
-                          "--actor_model_name_or_path": partial(model_digest, args.actor.path),
-                          "--critic_model_name_or_path": partial(model_digest, args.critic.path)})  # fmt: skip
+    checkpoints.identify({"--data_path": lambda: data.fingerprint, **sources(args)})
     prompts = StepLoader(
         data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
         micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
@@ -78,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = text_loader(args, run, encoder) if args.unsupervised_dataset_name else None
 
     # four roles
-    roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps,
+    roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps, reward_function=reward_function,
                        reward_stats=reward_stats if isinstance(reward_stats, RewardStats) else None)  # fmt: skip
     trainer = DeepSpeedPPOTrainer(
         roles, run, args.ppo, seed=args.output.seed, reward_stats=reward_stats,
@@ -126,19 +122,6 @@ def train(args: Step3Arguments, run: Run, prompts: StepLoader, rollouts: int, tr
             break
     bar.close()
     return diverged
-
-
-def check_inputs(args: Step3Arguments, notice: Callable[[str], None]) -> RewardStats | RunningRewardStats | None:
-    """Refuse what cannot work before a model loads; returns what scores are normalised by."""
-    needed = args.rollout.max_prompt_len + args.rollout.max_answer_len
-    for model, kind in ((args.actor, "causal_lm"), (args.critic, "reward_model")):
-        parts = f"{args.rollout.max_prompt_len} prompt + {args.rollout.max_answer_len} answer tokens"
-        check_model(model.path, kind, needed_positions=needed, parts=parts,
-                    lora_module_names=model.lora_module_names if model.lora_dim else None)  # fmt: skip
-    note_other_shares(args.data.paths, args.data.split, args.data.seed, notice, args.actor.path, args.critic.path)
-    if args.ppo.reward_normalization == "saved":
-        return read_reward_stats(args.critic.path)
-    return RunningRewardStats() if args.ppo.reward_normalization == "running" else None
 
 
 if __name__ == "__main__":

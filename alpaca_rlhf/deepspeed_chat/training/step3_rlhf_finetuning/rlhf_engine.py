@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_rlhf.algorithms.rewards import RewardStats
 from alpaca_rlhf.arguments.schema import ModelArguments, Step3Arguments
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import FunctionReward, RewardFunction
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Actor, Critic, Reference, Reward
 from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, vocabulary_size
@@ -45,12 +46,17 @@ class RLHFEngine:
         *,
         reward_stats: RewardStats | None,
         optimizer_steps: int,
+        reward_function: RewardFunction | None = None,
     ) -> None:
-        """Load the models on the CPU, adapt them, hand them to their engines. ``optimizer_steps``: of the whole run."""
+        """Load the models on the CPU, adapt them, hand them to their engines.
+
+        ``optimizer_steps``: of the whole run. ``reward_function`` scores the answers; None: the reward model at
+        ``args.critic.path`` does.
+        """
         self.args, self.run, self.tokenizer, self.optimizer_steps = args, run, tokenizer, optimizer_steps
         self.eos_ids, self.pad_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
         self.actor, self.reference = self._policy()
-        self.critic, self.reward = self._values(reward_stats)
+        self.critic, self.reward = self._values(reward_stats, reward_function)
         self.ema = MovingAverage(self.actor.engine, args.ema_decay) if args.enable_ema else None
 
     def _policy(self) -> tuple[Actor, Reference]:
@@ -74,18 +80,26 @@ class RLHFEngine:
         forward = self._freeze(frozen, args.actor, args.offload_reference_model)
         return actor, Reference(forward, temperature=settings.temperature)
 
-    def _values(self, reward_stats: RewardStats | None) -> tuple[Critic, Reward]:
+    def _values(
+        self, reward_stats: RewardStats | None, function: RewardFunction | None
+    ) -> tuple[Critic, Reward | FunctionReward]:
         args, run = self.args, self.run
-        load = partial(RewardModel.from_pretrained, args.critic.path, self.tokenizer)
+        if args.critic.path is None:
+            load = partial(RewardModel.from_causal_lm, args.actor.path, self.tokenizer, seed=args.output.seed)
+        else:
+            load = partial(RewardModel.from_pretrained, args.critic.path, self.tokenizer)
         module = load(notice=run.print, dropout=args.critic.dropout)
-        reward = partial(Reward, eos_id=self.eos_ids[0], pad_id=self.pad_id,
-                         positions=getattr(module.model.config, "max_position_embeddings", None))  # fmt: skip
-        head = module.frozen_head() if self._shares(args.critic) else None  # as it is before the next line
+        shares = function is None and self._shares(args.critic)
+        head = module.frozen_head() if shares else None  # as it is before the next line
         if reward_stats is not None:
             module.fold_normalization(reward_stats.mean, reward_stats.std)  # values and rewards then share a scale
         self._adapt("critic", module.model, args.critic, keep_trainable=module.head_parameters())
         engine = self._engine(module, args.critic)
         critic = Critic(engine, module, clip=args.ppo.clip_value)
+        if function is not None:
+            return critic, FunctionReward(function, self.tokenizer)
+        reward = partial(Reward, eos_id=self.eos_ids[0], pad_id=self.pad_id,
+                         positions=getattr(module.model.config, "max_position_embeddings", None))  # fmt: skip
         if head is not None:
             return critic, reward(SharedRewardModel(engine, module, head), around=engine.evaluation_mode)
         return critic, reward(self._freeze(load(notice=_say_nothing), args.critic, args.offload_reward_model))
