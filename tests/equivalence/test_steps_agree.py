@@ -54,10 +54,10 @@ def recorded(runs: Runs, request) -> Recorded:
     caught: list[Experience] = []
     generate = DeepSpeedPPOTrainer.generate_experience
 
-    def watched(self, batches, round_index):
-        experience, figures = generate(self, batches, round_index)
-        caught.append(experience)
-        return experience, figures
+    def watched(self, batches):
+        rollout = generate(self, batches)
+        caught.append(rollout.experience)
+        return rollout
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedPPOTrainer, "generate_experience", watched)
