@@ -201,6 +201,6 @@ test)
     exec "$python" -m pytest "$@"
     ;;
 *)
-    exec "$python" -m deepspeed.launcher.runner "$@"
+    exec "$python" -m alpaca_rlhf.runtime.launcher "$@"
     ;;
 esac

@@ -109,7 +109,7 @@ WORDS = ["a b", "", "it's", 'say "x"', "*", "$HOME", "\\n", "--flag=1 2", "-k", 
 
 @pytest.mark.parametrize(
     "words, module",
-    [(["demo"], "alpaca_rlhf.demo.run"), (["test"], "pytest"), (["--num_gpus", "2"], "deepspeed.launcher.runner")],
+    [(["demo"], "alpaca_rlhf.demo.run"), (["test"], "pytest"), (["--num_gpus", "2"], "alpaca_rlhf.runtime.launcher")],
 )
 def test_words_arrive_unharmed_from_any_folder(box, words, module):
     elsewhere = box / "else where"
@@ -117,7 +117,7 @@ def test_words_arrive_unharmed_from_any_folder(box, words, module):
     done = run_sh(box, *words, *WORDS, cwd=elsewhere, PYTHONPATH="/mine")
     assert done.returncode == 0, done.stderr
     checkout = box / "check out"
-    expected = words[1:] if module != "deepspeed.launcher.runner" else words
+    expected = words[1:] if module != "alpaca_rlhf.runtime.launcher" else words
     folder = checkout if module == "pytest" else elsewhere
     head = f"{module}\nin {folder}\npath {checkout}:/mine\n"
     assert done.stdout == head + "".join(f"<{word}>\n" for word in [*expected, *WORDS])

@@ -5,6 +5,7 @@ The data are 24 pairs, of which 5 are left for step 3, so that ranks and batches
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,18 @@ STEPS = "alpaca_rlhf/deepspeed_chat/training/"
 LORA = ["--lora_dim", "8", "--lora_module_name", "q_proj,k_proj", "--only_optimize_lora"]
 
 
-def launch(script: str, *words: object) -> None:
-    """``sh run.sh --num_gpus 2 script words…`` from another folder; its output is shown when it fails."""
+def start(script: str, *words: object) -> subprocess.Popen:
+    """``sh run.sh --num_gpus 2 script words…`` from another folder."""
     command = ["sh", str(ROOT / "run.sh"), "--num_gpus", "2", str(ROOT / STEPS / script), *map(str, words)]
     env = {**os.environ, "ALPACA_RLHF_INSTALL": "no", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return subprocess.Popen(command, cwd="/", env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def launch(script: str, *words: object) -> None:
+    """Start, wait; its output is shown when it fails."""
+    process = start(script, *words)
+    printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed[-6000:]
 
 
 def data_flags(folder: Path, split: str) -> list[object]:
@@ -65,6 +72,33 @@ def test_the_seeds_three_commands_on_two_ranks(tmp_path):
     pairs = [record for record in metrics(critic) if "eval_count" in record]
     assert all(record["eval_count"] == 8 for record in pairs)
     _equals_one_process(tmp_path)
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+def test_C01_SIGTERM_to_the_launcher_saves_on_all_ranks(tmp_path):
+    """Whoever ends ``run.sh`` ends the ranks after their step, with a checkpoint; resumed, it equals one long run."""
+    make_base(tmp_path)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    words = [
+        "step1_supervised_finetuning/main.py", *data_flags(tmp_path, "1,0,0"),
+        "--model_name_or_path", tmp_path / "base",
+        *"--per_device_train_batch_size 2 --max_seq_len 32 --learning_rate 1e-2 --num_train_epochs 60".split(),
+        *"--deepspeed --zero_stage 2 --dropout 0.1".split(),
+    ]  # fmt: skip
+    process = start(*words, "--output_dir", out)
+    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 20:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "stopped by SIGTERM after optimizer step" in printed
+    assert not (out / "model.safetensors").exists()
+    launch(*words, "--output_dir", out, "--resume")
+    launch(*words, "--output_dir", whole)
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (out, whole))
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert [record["loss"] for record in metrics(out)[1:]] == [record["loss"] for record in metrics(whole)[1:]]
 
 
 def _equals_one_process(folder: Path) -> None:
