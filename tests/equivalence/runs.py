@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ from tests.tiny import WORDS, save_model, tiny_gpt2, tiny_llama, word_tokenizer,
 # above the rounding makes such a step nothing. It also makes the size of a gradient count, which Adam alone forgives.
 EPS = 1e-3
 
-MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+# LLaMA with relative positions; GPT-2 with learned absolute ones, which would notice a position counted over padding;
+# and GPT-2 whose own configuration has dropout, for runs that must draw the same random numbers.
+MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2, "dropout": partial(tiny_gpt2, dropout=0.1)}
 LENGTHS = {"max_seq_len": 48, "per_device_eval_batch_size": 3}
 REFERENCE: dict[int, dict[str, object]] = {
     1: {"per_device_train_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-2, **LENGTHS},
