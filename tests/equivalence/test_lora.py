@@ -11,14 +11,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from alpaca_rlhf.deepspeed_chat.training.step1_supervised_finetuning import main as step1
-from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning import main as step2
-from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning import export as step3
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.rlhf_engine import RLHFEngine
 from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, load_tokenizer
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.module.lora import adapters_disabled, convert_lora_to_linear_layer
+from alpaca_rlhf.engines.plain import PlainEngine
 from tests.equivalence.comparison import assert_equal_runs, assert_equal_tensors
 from tests.equivalence.runs import LORA, LORA3, Runs
 
@@ -36,13 +34,13 @@ MASK[::2, :3] = 0
 def live(monkeypatch) -> dict[type, CausalLM | RewardModel]:
     """The modules of the last run by their kind, as they were trained, adapters on."""
     kept: dict[type, CausalLM | RewardModel] = {}
-    for place in (step1, step2, step3):
+    hold = PlainEngine.__init__
 
-        def save(folder: Path, module, *rest, write=place.save_trained):
-            kept[type(module)] = module
-            write(folder, module, *rest)
+    def held(self, module, *rest, **settings):
+        kept[type(module)] = module
+        hold(self, module, *rest, **settings)
 
-        monkeypatch.setattr(place, "save_trained", save)
+    monkeypatch.setattr(PlainEngine, "__init__", held)
     return kept
 
 
