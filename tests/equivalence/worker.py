@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from alpaca_rlhf.engines import deepspeed_engine
+from alpaca_rlhf.engines.deepspeed_engine import DeepSpeedEngine, FrozenDeepSpeedEngine
 from tests.equivalence.runs import LORA, LORA3, TEXTS, argv, tight
 from tests.pipeline.steps import PROGRAMS
 
@@ -109,6 +110,36 @@ def everything_sharded(sharded: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sharded_modules() -> Iterator[list[torch.nn.Module]]:
+    """The modules that ZeRO-3 gets to hold inside, trained or frozen."""
+    found: list[torch.nn.Module] = []
+    train, freeze = DeepSpeedEngine.__init__, FrozenDeepSpeedEngine.__init__
+
+    def trained(self, module, *rest, zero_stage: int, **settings) -> None:
+        found.extend([module] * (zero_stage == 3))
+        train(self, module, *rest, zero_stage=zero_stage, **settings)
+
+    def frozen(self, module, **settings) -> None:
+        found.append(module)
+        freeze(self, module, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedEngine, "__init__", trained)
+        patch.setattr(FrozenDeepSpeedEngine, "__init__", frozen)
+        yield found
+
+
+def assert_sharded(case: Case, modules: list[torch.nn.Module]) -> None:
+    """Actor and critic, and the reference and reward model where they are copies; each rank holds its share alone."""
+    stages = [case.stage] if case.step < 3 else [case.flags()[f"{role}_zero_stage"] for role in ("actor", "critic")]
+    copies = 2 if case.step == 3 and "only_optimize_lora" not in case.given else 1
+    assert len(modules) == copies * stages.count(3), (case.name, len(modules))
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // case.processes)
+        assert not (case.sharded and parameter.ds_persist)
+
+
 def main(folder: Path, names: list[str]) -> None:
     """The steps' own ``main``, so that the process group lives on from one case to the next."""
     torch.set_num_threads(1)
@@ -116,8 +147,9 @@ def main(folder: Path, names: list[str]) -> None:
         case = cases()[name]
         world = folder / case.kind
         print(f"case {name}", time.strftime("%X"), flush=True)
-        with tight(), everything_sharded(case.sharded):
+        with tight(), everything_sharded(case.sharded), sharded_modules() as modules:
             PROGRAMS[case.step](argv(case.step, world, world / "ranks" / name, **case.flags()))
+        assert_sharded(case, modules)
     dist.destroy_process_group()
 
 
