@@ -71,12 +71,12 @@ def cases() -> dict[str, Case]:
     found += [Case(step, stage, 2, "gpt2", slow=True) for step in (1, 2, 3) for stage in (0, 1, 2, 3)]
     found += [Case(step, 3, 2, "gpt2", sharded=False, slow=True) for step in (1, 2, 3)]
     found += [Case(step, 2, 2, micro=micro, slow=True) for step in (1, 2, 3) for micro in (1, 4)]
-    # Four roles on two sharded backbones; and all that step 3 can do at once on four.
+    # Four roles on two sharded backbones.
     few = {"actor_lora_module_name": "q_proj", "critic_lora_module_name": "q_proj,down_proj"}
-    found += [Case(3, 3, 2, given=LORA3 | few, more="few_lora")]
+    found += [Case(3, 3, 2, given=LORA3 | few | EMA, own=RECOMPUTED, more="few_lora_ema_recomputed")]
     found += [Case(3, stage, 2, given=LORA3, more="lora", slow=True) for stage in (0, 1, 2, 3)]
     found += [Case(step, stage, 2, given=LORA, more="lora", slow=True) for step in (1, 2) for stage in (0, 1, 2, 3)]
-    found += [Case(3, 3, 2, "gpt2", given=EMA, own=RECOMPUTED, more="ema_recomputed")]
+    found += [Case(3, 3, 2, "gpt2", given=EMA, own=RECOMPUTED, more="ema_recomputed", slow=True)]
     running = {"reward_normalization": "running", "kl_target": 0.5, "kl_horizon": 100}
     found += [Case(3, 3, 2, given=running, more="running", slow=True)]
     found += [Case(2, 3, 2, given={"pair_loss": "per_token"}, more="per_token", slow=True)]
