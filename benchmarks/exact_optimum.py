@@ -136,34 +136,40 @@ class Watch:
         self.low, self.high = self.problem.objective(reference), self.problem.optimum()
 
     def measure(self, trainer: DeepSpeedPPOTrainer) -> Any:
-        """The share closed by the present policy; returns its enumerated expectations."""
+        """The share closed by the present policy; returns its log-probs (Q, N, R)."""
         assert self.problem is not None
         log_probs = self.tree.log_probs(lambda sequences: trainer.roles.actor.score(sequences)[0])
         share = (self.problem.objective(log_probs) - self.low) / (self.high - self.low)
         self.curve.append((self.samples, share))
-        return self.problem.expected(log_probs)
+        return log_probs
 
-    def compare(self, rollout: Any, exact: Any) -> None:
-        """Standard scores of sampled means against the enumerated ones, every prompt being drawn equally often."""
-        experience, count = rollout.experience, len(rollout.experience) / len(PROMPTS)
-        for name, mean, variance in (
-            ("score", exact.score, exact.score_variance), ("kl", exact.kl, exact.kl_variance),
-        ):  # fmt: skip
-            error = float((variance / count).sum().sqrt()) / len(PROMPTS)
-            self.scores[name].append((rollout.figures[name] - float(mean.mean())) / error)
+    def compare(self, rollout: Any, log_probs: torch.Tensor) -> None:
+        """Standard scores of sampled means against the enumerated ones, every prompt being drawn equally often.
+
+        The errors are the enumerated ones too: near the optimum almost all returns to a prompt are alike and a rare one
+        is far away, so that a sample does not show how much its mean may vary.
+        """
+        assert self.problem is not None
+        exact, experience = self.problem.expected(log_probs), rollout.experience
+        values = exact.action_values[:, self.tree.after[:, 0]]  # (Q, N): Q of each answer's first token
+        spread = (log_probs.sum(-1).exp() * (values - exact.reward[:, None]).square()).sum(-1)
         rows = [self._place(experience, row) for row in range(len(experience))]
-        # Of the first action: the return against V(prompt), and return − V against Q − V of the token that was drawn.
-        returns = experience.returns[:, 0].double()
-        first = torch.stack([exact.values[prompt, before] for prompt, before, _ in rows])
-        then = torch.stack([exact.action_values[prompt, after] for prompt, _, after in rows])
-        for name, apart in (("return", returns - first), ("advantage", (returns - first) - (then - first))):
-            self.scores[name].append(float(apart.mean() / (apart.std() / len(rows) ** 0.5)))
+        returns = experience.returns[:, 0].double()  # of the first action, which with lambda 1 is the whole answer's
+        advantages = returns - torch.stack([exact.action_values[prompt, node] for prompt, node in rows])
+        for name, apart, variance in (
+            ("score", rollout.figures["score"] - exact.score.mean(), exact.score_variance),
+            ("kl", rollout.figures["kl"] - exact.kl.mean(), exact.kl_variance),
+            ("return", returns.mean() - exact.reward.mean(), exact.reward_variance),
+            ("advantage", advantages.mean(), exact.reward_variance - spread),  # given the first token
+        ):
+            error = (variance.clamp(min=0) / (len(rows) / len(PROMPTS))).sum().sqrt() / len(PROMPTS)
+            self.scores[name].append(float(apart / error))
 
-    def _place(self, experience: Any, row: int) -> tuple[int, int, int]:
+    def _place(self, experience: Any, row: int) -> tuple[int, int]:
         start = experience.prompt_length
         prompt = experience.sequences[row, :start][experience.attention_mask[row, :start].bool()].tolist()
-        answer = experience.responses[row][experience.response_mask[row].bool()].tolist()
-        return self.tree.prompts.index(tuple(prompt)), self.tree.node[()], self.tree.node[tuple(answer[:1])]
+        first = int(experience.responses[row, 0])
+        return self.tree.prompts.index(tuple(prompt)), self.tree.node[(first,)]
 
 
 def watched(watch: Watch) -> type[DeepSpeedPPOTrainer]:
