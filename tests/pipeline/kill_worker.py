@@ -21,8 +21,8 @@ from alpaca_rlhf.runtime.checkpoint_files import checkpoints, half_written
 from tests.pipeline.steps import run_step, trained
 
 FLAGS: dict[int, dict] = {
-    1: {"num_train_epochs": 15, "per_device_train_batch_size": 4, "dropout": 0.1, "eval_interval": 7},
-    3: {"max_steps": 18, "num_train_epochs": 6, "ppo_epochs": 2, "kl_target": 3, "reward_normalization": "running"},
+    1: {"num_train_epochs": 30, "per_device_train_batch_size": 4, "dropout": 0.1, "eval_interval": 7},
+    3: {"max_steps": 40, "num_train_epochs": 14, "ppo_epochs": 2, "kl_target": 3, "reward_normalization": "running"},
 }
 
 
@@ -72,7 +72,9 @@ def kill_at_random(folder: Path, step: int, kills: int, seed: int) -> dict:
         while further and newest(out) < before + further:
             time.sleep(0.001)
             assert os.waitpid(pid, os.WNOHANG)[0] == 0, f"the run ended by itself after {report['kills']} kills"
-        time.sleep(chance.uniform(0, 0.1 if further else 1.5))
+        end = time.monotonic() + chance.uniform(0, 0.1 if further else 1.5)
+        while time.monotonic() < end and newest(out) < before + further + 3:  # a fast machine must not get to the end
+            time.sleep(0.001)
         os.kill(pid, signal.SIGKILL)
         assert wait(pid) == -signal.SIGKILL
         after = newest(out)
