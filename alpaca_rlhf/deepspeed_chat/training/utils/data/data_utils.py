@@ -213,7 +213,7 @@ def _report(
         raw = share.raw
         entry: dict = {
             "name": raw.name,
-            "read": len(raw.train) + len(raw.test or []) + sum(raw.skipped.values()),
+            "read": len(raw.train) + len(raw.test or []) + sum(raw.skipped.values()) - raw.further,
             "skipped": dict(raw.skipped),
             "held_out": share.held_out,
             "other_steps": len(raw.train) - share.held_out - len(share.train),

@@ -38,6 +38,7 @@ class Skipped:
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
+    further: int = 0  # conversations, or skipped ones, beyond one a row
 
     def add(self, reason: str, record: str) -> None:
         """Count one row."""
@@ -59,6 +60,7 @@ class Layout:
     read: Callable[[dict[str, Any]], Sides]
     has_answer: bool
     has_rejected: bool
+    rows: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda row: [row]  # one row may hold several
 
 
 KNOWN_LAYOUTS = (
@@ -68,9 +70,11 @@ KNOWN_LAYOUTS = (
     "prompt with response, completion, answer or chosen (one answer)",
     "messages (role, content)",
     "prompt (prompts alone, for step 3)",
+    "history, prompt, left, right, vote, own (the chat page's votes)",
 )
 KNOWN_COLUMNS = frozenset(
-    "prompt chosen rejected instruction input output response completion answer messages margin".split()
+    "prompt chosen rejected instruction input output response completion answer messages margin "
+    "history left right vote own".split()
 )
 _ANSWERS = ("response", "completion", "answer")
 _MESSAGE_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
@@ -97,6 +101,8 @@ def recognise_layout(columns: Collection[str]) -> Layout | None:
                     partial(_read_answers, question, "chosen", "rejected" if pair else None), True, pair
                 )
         return Layout(partial(_read_transcripts, pair), True, pair)
+    if {"prompt", "left", "right", "vote"} <= has:
+        return Layout(partial(_read_transcripts, True), True, True, _pairs_of_vote)
     if "messages" in has:
         return Layout(_read_messages, True, False)
     if {"instruction", "output"} <= has:
@@ -119,12 +125,16 @@ def convert_rows(
         try:
             if not isinstance(row, dict):
                 raise UnusableRow("the row is not an object with columns")
-            prompt, chosen, rejected = layout.read(row)
-            margin = _margin(row.get("margin"))
+            parts = layout.rows(row)
         except UnusableRow as reason:
             skipped.add(str(reason), record)
             continue
-        conversations.append(Conversation(record, prompt, chosen, rejected, margin))
+        skipped.further += len(parts) - 1
+        for part in parts:
+            try:
+                conversations.append(Conversation(record, *layout.read(part), _margin(part.get("margin"))))
+            except UnusableRow as reason:
+                skipped.add(str(reason), record)
     return conversations
 
 
@@ -143,6 +153,32 @@ def _read_transcripts(pair: bool, row: dict[str, Any]) -> Sides:
     if prompt != other_prompt:
         raise UnusableRow("the prompts of `chosen` and `rejected` differ")
     return _checked_prompt(prompt), good, _different(good, bad)
+
+
+def _pairs_of_vote(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pairs that one vote makes: an answer of the voter's own is better than both, the chosen side than the other.
+
+    A tie and two bad answers say nothing about the two, and alone make no pair.
+    """
+    vote, own = row.get("vote"), row.get("own") or None
+    if vote not in ("left", "right", "tie", "both_bad"):
+        raise UnusableRow("`vote` is not left, right, tie or both_bad")
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise UnusableRow("`history` is not a list of messages")
+    asked = [*history, {"role": "user", "content": _text(row, "prompt")}]
+    pairs = [(own, row.get(side)) for side in ("left", "right")] if own is not None else []
+    if vote in ("left", "right"):
+        pairs.append((row.get(vote), row.get("right" if vote == "left" else "left")))
+    if not pairs:
+        raise UnusableRow("the vote is a tie" if vote == "tie" else "the vote says that both answers are bad")
+    return [
+        {
+            "chosen": [*asked, {"role": "assistant", "content": better}],
+            "rejected": [*asked, {"role": "assistant", "content": worse}],
+        }
+        for better, worse in pairs
+    ]
 
 
 def _read_messages(row: dict[str, Any]) -> Sides:

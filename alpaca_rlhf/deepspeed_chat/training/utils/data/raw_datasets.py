@@ -55,6 +55,7 @@ class RawDataset:
     digest: str  # of everything in the conversations, so of every character that can become a token
     examples: dict[str, str] = field(default_factory=dict)  # reason -> record of the first row skipped for it
     notes: tuple[str, ...] = ()  # sentences for the user on what was chosen in reading
+    further: int = 0  # of the usable and skipped ones, how many share their row with another
 
     def describe(self) -> list[str]:
         """The lines to print: rows read and used, each reason for skipping with its first record, notes."""
@@ -62,7 +63,10 @@ class RawDataset:
         skipped = sum(self.skipped.values())
         test = "no test part" if self.test is None else f"{len(self.test)} test"
         used = f"usable {len(self.train)} train, {test}"
-        lines = [f"{self.name}: {usable + skipped} rows read, {used}; {skipped} skipped"]
+        rows = usable + skipped - self.further
+        lines = [f"{self.name}: {rows} rows read, {used}; {skipped} skipped"]
+        if self.further:
+            lines.append(f"  {self.further} more pairs than rows: a vote with an answer of its own makes several")
         for reason, count in sorted(self.skipped.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"  skipped {count}: {reason} (first: {self.examples[reason]})")
         return lines + [f"  {note}" for note in self.notes]
@@ -97,7 +101,7 @@ def load_raw_dataset(
         if test is None:
             notes += ("its test part holds no usable row and is left out",)
     digest = _content_digest(train, test)
-    return RawDataset(name, train, test, skipped.counts, digest, skipped.examples, notes)
+    return RawDataset(name, train, test, skipped.counts, digest, skipped.examples, notes, skipped.further)
 
 
 class MultiTurnAlpacaDataset:
