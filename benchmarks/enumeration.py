@@ -15,6 +15,8 @@ from torch import Tensor
 
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Sequences
 
+ROUNDING = 1e-4  # of sums of probabilities and figures that come from float32 log-probs
+
 
 class AnswerTree:
     """All answers to a few prompts: those that end in EOS, and those that are cut at the limit."""
@@ -24,7 +26,6 @@ class AnswerTree:
         others = [token for token in range(tokens) if token != eos_id]
         ended = [(*word, eos_id) for length in range(limit) for word in product(others, repeat=length)]
         self.answers = [*ended, *product(others, repeat=limit)]
-        self.index = {answer: number for number, answer in enumerate(self.answers)}
         beginnings = {answer[:length] for answer in self.answers for length in range(len(answer) + 1)}
         self.node = {beginning: number for number, beginning in enumerate(sorted(beginnings))}
         self.prompts = [tuple(prompt) for prompt in prompts]
@@ -56,8 +57,22 @@ class AnswerTree:
         flat = score(self.sequences()).double()
         log_probs = flat.view(len(self.prompts), len(self.answers), -1) * self.mask
         total = log_probs.sum(-1).exp().sum(-1)
-        assert bool((total - 1).abs().max() < 1e-4), f"the answers to each prompt have the probabilities {total}"
+        assert bool((total - 1).abs().max() < ROUNDING), f"the answers to each prompt have the probabilities {total}"
         return log_probs
+
+    def nodes(self, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a rollout's rows: the prompt's number (B,), the node before and the node after each action (B, R).
+
+        Off ``response_mask`` both nodes are the whole answer.
+        """
+        prompts, paths = [], []
+        for ids, attended, counted in zip(rows.ids, rows.attention_mask, rows.response_mask, strict=True):
+            prompt = ids[: rows.prompt_length][attended[: rows.prompt_length].bool()]
+            answer = tuple(ids[rows.prompt_length :][counted.bool()].tolist())
+            prompts.append(self.prompts.index(tuple(prompt.tolist())))
+            paths.append([self.node[answer[:length]] for length in range(len(counted) + 1)])
+        path = torch.tensor(paths)
+        return torch.tensor(prompts), path[:, :-1], path[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -88,13 +103,19 @@ class Problem:
     def expected(self, log_probs: Tensor) -> "Expected":
         """Exact means and variances of what step 3 samples, and the value of every state."""
         probability = log_probs.sum(-1).exp()  # (Q, N)
-        kl = log_probs - self.ref_log_probs
         mask = self.tree.mask
-        to_go = -self.beta * (kl * mask).flip(-1).cumsum(-1).flip(-1) + self.scores[..., None]  # (Q, N, R)
-        values = _by_node(self.tree.before, mask, probability, to_go, len(self.tree.node))
-        following = _by_node(self.tree.after, mask, probability, to_go, len(self.tree.node))
+        kl = (log_probs - self.ref_log_probs) * mask
+        to_go = self.scores[..., None] - self.beta * kl.flip(-1).cumsum(-1).flip(-1)  # (Q, N, R): return from t on
+
+        def by_node(place: Tensor, returns: Tensor) -> Tensor:
+            return _by_node(place, mask, probability, returns, len(self.tree.node))
+
+        nodes = (self.tree.before, self.tree.after)
+        means = [by_node(place, to_go) for place in nodes]
+        variances = [by_node(place, to_go.square()) - mean.square() for place, mean in zip(nodes, means, strict=True)]
         moments = [_moments(probability, x) for x in (self.scores, kl.sum(-1), to_go[..., 0])]
-        return Expected(*(m[0] for m in moments), *(m[1] for m in moments), values, following)
+        of_answers = [moment[part] for part in (0, 1) for moment in moments]
+        return Expected(*of_answers, *means, *(variance.clamp(min=0) for variance in variances))  # rounding: -1e-17
 
     def _unnormalized(self) -> Tensor:
         return self.ref_log_probs.sum(-1) + self.scores / self.beta
@@ -112,6 +133,8 @@ class Expected:
     reward_variance: Tensor
     values: Tensor  # of the state at a node, before the next action
     action_values: Tensor  # of the action that leads to a node
+    state_variances: Tensor  # of the return from that state on
+    action_variances: Tensor  # of the return from that action on
 
 
 def _by_node(nodes: Tensor, mask: Tensor, probability: Tensor, returns: Tensor, count: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Programs that measure; the tests only try them on a small scale."""
