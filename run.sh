@@ -9,6 +9,7 @@ usage() {
     cat <<'TEXT'
 usage: sh run.sh demo [words]        the three steps and the comparison on the embedded data (words go to the demo)
        sh run.sh test [words]        the tests (words go to pytest; paths are relative to the checkout)
+       sh run.sh python [words]      Python in the environment, for example sh run.sh python -m alpaca_rlhf.inference.chat --help
        sh run.sh [launcher words] script.py [flags]
                                      a step program under the DeepSpeed launcher, for example
                                      sh run.sh --num_gpus 2 main.py --deepspeed --zero_stage 2
@@ -199,6 +200,10 @@ test)
     shift
     cd "$repo"
     exec "$python" -m pytest "$@"
+    ;;
+python)
+    shift
+    exec "$python" "$@"
     ;;
 *)
     exec "$python" -m alpaca_rlhf.runtime.launcher "$@"

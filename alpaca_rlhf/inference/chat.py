@@ -32,11 +32,6 @@ HELP = """\
 /quit              leave (so does Ctrl-D)
 A line that is to begin with a slash needs a blank before it.
 """
-FINISHES = {
-    "length": "cut at max_new_tokens",
-    "stopped": "stopped",
-    "turn": "the model went on as the user; that part is not shown",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,14 +158,9 @@ def show(model: ChatModel, message: str, state: Talk, write: Write, named: bool)
         answer = dataclasses.replace(answer, finish="stopped")
     finally:
         stream.close()
-    remarks = [FINISHES[answer.finish]] if answer.finish in FINISHES else []
-    if answer.finish == "end" and not answer.text:
-        remarks.append("the model ended at once, with an empty answer")
-    if answer.dropped:
-        rounds = "round" if answer.dropped == 1 else f"{answer.dropped} rounds"
-        remarks.append(f"the conversation is full: its oldest {rounds} could not be read any more")
     write("\n" + (f"error: {answer.error}\n" if answer.error else ""))
-    write(f"({'; '.join(remarks)})\n" if remarks else "")
+    remarks = "; ".join(answer.remarks())
+    write(f"({remarks})\n" if remarks else "")
     return answer
 
 

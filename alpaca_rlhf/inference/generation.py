@@ -16,6 +16,12 @@ from alpaca_rlhf.inference.settings import Settings
 from alpaca_rlhf.rollout.base import SamplingSettings, row_uniforms
 from alpaca_rlhf.rollout.hf_generate import UniformSampler, neutral_generation_config
 
+FINISHES = {
+    "length": "cut at max_new_tokens",
+    "stopped": "stopped",
+    "turn": "the model went on as the user; that part is not shown",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
@@ -31,6 +37,16 @@ class Answer:
     dropped: int = 0  # rounds of the history that the model could not read
     finish: str = ""
     error: str = ""
+
+    def remarks(self) -> list[str]:
+        """What a reader should know besides the text; a failure's sentence is in ``error``."""
+        remarks = [FINISHES[self.finish]] if self.finish in FINISHES else []
+        if self.finish == "end" and not self.text:
+            remarks.append("the model ended at once, with an empty answer")
+        if self.dropped:
+            rounds = "round" if self.dropped == 1 else f"{self.dropped} rounds"
+            remarks.append(f"the conversation is full: its oldest {rounds} could not be read any more")
+        return remarks
 
 
 def stream_answer(

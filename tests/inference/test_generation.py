@@ -63,10 +63,18 @@ def test_the_numbers_hang_on_seed_round_and_attempt_alone():
 
 def test_no_id_without_a_token_is_drawn():
     model = chat_model(tiny_llama(len(word_tokenizer()) + 40))
+    forward = model.model.forward
+
+    def favour_the_rest(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits[..., len(word_tokenizer()) :] += 50.0
+        return output
+
+    model.model.forward = favour_the_rest
     for settings in (SETTINGS, Settings(16, num_beams=3)):
         for seed in range(5):
-            ids = model.encoder.tokenizer(answer(model, attempt=seed, settings=settings).text)["input_ids"]
-            assert ids and model.encoder.tokenizer.unk_token_id not in ids
+            last = answer(model, attempt=seed, settings=settings)
+            assert last.tokens >= len(last.text.split()) >= last.tokens - 3  # a special token or two may be drawn
 
 
 @pytest.mark.parametrize(

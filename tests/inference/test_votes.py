@@ -1,8 +1,10 @@
 """Votes in a file, and the file in the reader of step 2."""
 
+import fcntl
 import json
 import multiprocessing
 import sys
+import threading
 
 import pytest
 
@@ -111,6 +113,18 @@ def test_many_voters_at_once_lose_and_mix_nothing(tmp_path):
         voter.join()
     found = sorted(json.loads(line)["prompt"] for line in path.read_text().splitlines())
     assert found == sorted(f"{name} {number}" for name in "abcd" for number in range(20))
+
+
+def test_a_vote_waits_for_whoever_writes(tmp_path):
+    path = tmp_path / "votes.jsonl"
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        voter = threading.Thread(target=append_vote, args=(path, row()))
+        voter.start()
+        voter.join(0.3)
+        assert voter.is_alive() and path.read_bytes() == b""
+    voter.join()
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_step_2_reads_the_votes_as_they_are(tmp_path, capsys):
