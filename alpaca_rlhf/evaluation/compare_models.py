@@ -1,190 +1,195 @@
 """Answer the same prompts with several models, side by side, with figures.
 
-    python -m alpaca_rlhf.evaluation.compare_models --models output/actor output/final/actor \\
-        --prompts data/prompts.jsonl --output_dir output/comparison
+    python -m alpaca_rlhf.evaluation.compare_models --models output/sft output/rlhf/actor --names SFT RLHF \\
+        --judge output/another_reward_model --output_dir output/comparison
 
-Writes ``comparison.json`` (figures and every answer) and ``comparison.md`` (figures and the first answers). All models
-get the same prompts, random numbers and settings; KL is to the first model.
+Prompts: a file (--prompts), the hold-out of a data set (--data_path), or without either the seed's own four questions.
+Writes comparison.json (figures and every answer), comparison.md, comparison.html (one file, opens anywhere) and
+pictures/*.png. All models get the same prompts, random numbers and settings; wins and KL are against the first model.
+Answers and scores lie in records/ while the program runs and after it: when it is started again, only what is missing
+is generated.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from alpaca_rlhf.algorithms.masking import first_eos_mask
-from alpaca_rlhf.algorithms.metrics import distinct_n, ended_rows
 from alpaca_rlhf.arguments.errors import UserError
-from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
+from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import split_rows
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, load_raw_dataset
-from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
-from alpaca_rlhf.deepspeed_chat.training.utils.model.causal_lm import CausalLM
-from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_causal_lm, load_tokenizer, vocabulary_size
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
-from alpaca_rlhf.rollout.base import SamplingSettings, row_uniforms
-from alpaca_rlhf.rollout.hf_generate import HFGenerateRollout
+from alpaca_rlhf.evaluation.answering import Answering, Settings
+from alpaca_rlhf.evaluation.comparison_pages import write_comparison
+from alpaca_rlhf.evaluation.figures import add_distinct, figures, markdown_table, table_rows
+from alpaca_rlhf.evaluation.judging import Judge, load_rule, rule_scores, verdict, warn_of_own_judge
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 
-SHOWN = 10  # answers in the Markdown page
+SEED_QUESTIONS = Path(__file__).with_name("seed_questions.jsonl")
+
+Scorer = Callable[[str, Sequence[str]], Sequence[float]]  # a model's name, its answers → their scores
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; see --help."""
     parser = argparse.ArgumentParser(prog="compare_models", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--models", nargs="+", required=True, metavar="DIR", help="folders; the first is the yardstick")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="one name a model (default: the folders' paths)")
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts, in any layout the steps read")
-    parser.add_argument("--max_prompts", type=int, help="use the first so many prompts (default: all)")
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="where comparison.json and .md are written")
-    parser.add_argument("--max_prompt_seq_len", type=int, default=256, help="longer prompts are refused (default 256)")
-    parser.add_argument("--max_answer_seq_len", type=int, default=256, help="most new tokens (default 256)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature, 0 = greedy (default 1)")
-    parser.add_argument("--batch_size", type=int, default=32, help="prompts at once (default 32)")
-    parser.add_argument("--template", default="auto", help="chat template (default auto: the tokenizer's own)")
-    parser.add_argument("--data_output_path", default=str(Path.home() / ".cache" / "alpaca_rlhf"), help="cache folder")
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the random numbers (default 1234)")
+    add = parser.add_argument
+    add("--models", nargs="+", required=True, metavar="DIR", help="folders; the first is the yardstick")
+    add("--names", nargs="+", metavar="NAME", help="one name a model (default: the folders' paths)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompts", metavar="FILE", help="prompts, in any layout the steps read (default: the seed's "
+                        "four questions)")  # fmt: skip
+    source.add_argument("--data_path", metavar="SET", help="a data set: its test part, or the hold-out")
+    add("--data_seed", type=int, default=1234, help="the steps' --data_seed, which decides the hold-out (default 1234)")
+    add("--max_prompts", type=int, help="use the first so many prompts (default: all)")
+    add("--judge", nargs="+", default=[], metavar="DIR", help="reward models that score the answers; best one that "
+        "none of the models was trained against")  # fmt: skip
+    add("--rule", nargs="+", default=[], metavar="FILE.py:NAME", help="functions that score: (prompts, answers), lists "
+        "of texts as --reward_fn of step 3 gets them, return one number for each answer")  # fmt: skip
+    add("--output_dir", required=True, metavar="DIR", help="where the comparison is written")
+    add("--max_prompt_seq_len", type=int, default=256, help="longer prompts are refused (default 256)")
+    add("--max_answer_seq_len", type=int, default=256, help="most new tokens (default 256)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature, 0 = greedy (default 1)")
+    add("--top_p", type=float, default=1.0, help="nucleus sampling; below 1 there is no KL (default 1)")
+    add("--batch_size", type=int, default=32, help="prompts at once; changes no answer (default 32)")
+    add("--template", default="auto", help="chat template (default auto: the tokenizer's own)")
+    add("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default auto)")
+    add("--shown", type=int, default=20, help="prompts in the Markdown and HTML pages (default 20)")
+    add("--data_output_path", default=str(Path.home() / ".cache" / "alpaca_rlhf"), help="cache folder")
+    add("--seed", type=int, default=1234, help="seed of the random numbers (default 1234)")
     args = parser.parse_args(argv)
-    if args.names is not None and len(args.names) != len(args.models):
-        raise UserError(f"--names has {len(args.names)} words for {len(args.models)} --models; give one each")
-    names = args.names or args.models
-    if len(set(names)) < len(names):
-        raise UserError(f"two of the models have one name ({', '.join(names)}); give each its own with --names")
-    for name in ("max_prompt_seq_len", "max_answer_seq_len", "batch_size", "max_prompts"):
+    check_names(args)
+    for name in ("max_prompt_seq_len", "max_answer_seq_len", "batch_size", "max_prompts", "shown"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} is {value}; it must be at least 1")
     if args.temperature < 0:
         raise UserError(f"--temperature is {args.temperature}; it must be 0 (greedy) or more")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}; it must be above 0 and at most 1 (everything)")
     return args
 
 
+def check_names(args: argparse.Namespace) -> None:
+    """Fill in ``args.names`` and refuse names that do not tell the models apart."""
+    if args.names is not None and len(args.names) != len(args.models):
+        raise UserError(f"--names has {len(args.names)} words for {len(args.models)} --models; give one each")
+    args.names = args.names or args.models
+    if len(set(args.names)) < len(args.names):
+        raise UserError(f"two of the models have one name ({', '.join(args.names)}); give each its own with --names")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answer, count, write."""
+    """Answer, score, count, write."""
     args = parse(argv)
-    run = start_run(seed=args.seed)
-    prepare_output_dir(args.output_dir)
+    run = start_run(seed=args.seed, dtype=args.dtype)
+    output = Path(args.output_dir)
+    prepare_output_dir(output)
+    needed = {"needed_positions": args.max_prompt_seq_len + args.max_answer_seq_len, "lora_module_names": None,
+              "parts": f"{args.max_prompt_seq_len} prompt + {args.max_answer_seq_len} answer tokens"}  # fmt: skip
     for path in args.models:
-        check_model(path, "causal_lm", needed_positions=args.max_prompt_seq_len + args.max_answer_seq_len,
-                    parts=f"{args.max_prompt_seq_len} prompt + {args.max_answer_seq_len} answer tokens",
-                    lora_module_names=None)  # fmt: skip
-    raw = load_raw_dataset(args.prompts, cache_dir=args.data_output_path, needs_rejected=False)
-    conversations = (raw.train or raw.test or [])[: args.max_prompts]
-    names = args.names or args.models
-    results = {}
-    first: tuple[CausalLM, dict[str, int]] | None = None
-    for name, path in zip(names, args.models, strict=True):
-        tokenizer = load_tokenizer(path, notice=run.print)
-        loaded = load_causal_lm(path, tokenizer, notice=run.print, dtype=run.dtype)
-        model = CausalLM(loaded, vocabulary_limit=vocabulary_size(tokenizer)).eval().to(run.device)
-        first = first or (model, tokenizer.get_vocab())
-        comparable = first[1] == tokenizer.get_vocab()  # ids of another vocabulary have no KL
-        answers = answer(args, run, name, model, TextEncoder(tokenizer, args.template), conversations,
-                         first[0] if comparable else None)  # fmt: skip
-        results[name] = {"path": str(path), **figures(answers), "answers": answers}
-    fewest = min(sum(bigrams(answer) for answer in result["answers"]) for result in results.values())
-    for result in results.values():
-        result["distinct_2"] = distinct_2(result["answers"], fewest)
-    prompts = [conversation.prompt[-1].text for conversation in conversations]
+        check_model(path, "causal_lm", **needed)
+    for path in args.judge:
+        check_model(path, "reward_model", **needed)
+        warn_of_own_judge(path, dict(zip(args.names, args.models, strict=True)), run.print)
+    rules = {place: load_rule(place) for place in args.rule}
+    conversations = read_prompts(args, run)
+    results, prompts = all_answers(args, run, conversations, output / "records")
+    add_distinct(results)
+    short = short_names([*args.judge, *args.rule])
+    for path in args.judge:
+        judge = Judge(path, args.template, args.batch_size, run)
 
-    def write(folder: Path) -> None:
-        text = json.dumps({"seed": args.seed, "prompts": prompts, "models": results}, indent=1, ensure_ascii=False)
-        (folder / "comparison.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "comparison.md").write_text(markdown(prompts, results), encoding="utf-8")
+        def by_model(name: str, texts: Sequence[str], judge: Judge = judge) -> Sequence[float]:
+            return judge.scores(name, conversations, texts, output / "records")
 
-    write_output(Path(args.output_dir), write)
-    run.print(table(results))
+        add_judgement(results, short[path], by_model)
+    for place, rule in rules.items():
 
+        def by_rule(name: str, texts: Sequence[str], place: str = place, rule: Any = rule) -> Sequence[float]:
+            return rule_scores(rule, place, prompts, texts)
 
-@torch.no_grad()
-def answer(args: argparse.Namespace, run: Run, name: str, model: CausalLM, encoder: TextEncoder,
-           conversations: Sequence[Conversation], reference: CausalLM | None) -> list[dict]:  # fmt: skip
-    """One record a prompt: text, ids, whether it ended by itself, and the sampled KL to the reference (nats)."""
-    prompts = [encoder.prompt_ids(conversation.prompt) for conversation in conversations]
-    for conversation, ids in zip(conversations, prompts, strict=True):
-        if len(ids) > args.max_prompt_seq_len:
-            raise UserError(f"the prompt {conversation.record} has {len(ids)} tokens; raise --max_prompt_seq_len")
-    settings = SamplingSettings(
-        max_new_tokens=args.max_answer_seq_len, eos_ids=(encoder.eos_id,), pad_id=encoder.pad_id,
-        temperature=args.temperature, vocabulary_limit=model.vocabulary_limit,
-    )  # fmt: skip
-    rollout, collate, records = HFGenerateRollout(model.model, settings), DataCollatorRLHF(encoder.pad_id), []
-    bar = run.progress(len(prompts), f"answers of {name}")
-    for start in range(0, len(prompts), args.batch_size):
-        part = prompts[start : start + args.batch_size]
-        items = [{"prompt_ids": ids, "row": start + index} for index, ids in enumerate(part)]
-        batch = collate(items, len(items))
-        ids, mask = batch["prompt_ids"].to(run.device), batch["prompt_mask"].to(run.device)
-        responses = rollout.generate(ids, mask, row_uniforms(args.seed, 0, batch["row_ids"], args.max_answer_seq_len))
-        response_mask = first_eos_mask(responses, settings.eos_ids)
-        ended = ended_rows(responses, response_mask, settings.eos_ids).tolist()
-        kl = [None] * len(items)
-        if reference is not None and args.temperature > 0:  # greedy answers are no sample of anything
-            whole = torch.cat([ids, responses], 1), torch.cat([mask, response_mask.to(mask.dtype)], 1), response_mask
-            at = {"start": ids.shape[1], "temperature": args.temperature}
-            own, other = (scorer(*whole, **at).log_probs.double() for scorer in (model, reference))
-            kl = (own - other).sum(1).tolist()
-        for row, length in enumerate(response_mask.sum(1).tolist()):
-            kept = responses[row, :length].tolist()
-            records.append({"text": encoder.decode(kept), "ids": kept, "ended": ended[row], "kl": kl[row]})
-        bar.update(len(items))
-    bar.close()
-    return records
-
-
-def bigrams(answer: dict) -> int:
-    """How many bigrams an answer has."""
-    return max(0, len(answer["ids"]) - 1)
-
-
-def distinct_2(answers: Sequence[dict], count: int) -> float | None:
-    """Different bigrams among the first ``count`` of all answers' bigrams, divided by ``count``; None for no bigram.
-
-    A share of different bigrams falls with the length of the text, whoever wrote it, so models are compared on equally
-    many: ``count`` is the number of the model with the fewest (distinct-n of arXiv 1510.03055 on equal samples).
-    """
-    taken, left = [], count
-    for answer in answers:
-        taken.append(answer["ids"][: left + 1] if left else [])
-        left -= bigrams({"ids": taken[-1]})
-    return distinct_n(taken, 2) if count else None
-
-
-def figures(answers: Sequence[dict]) -> dict[str, float | None]:
-    """What the answers say about a model by itself: tokens, share ended, share of numbered lists, KL."""
-    count = len(answers)
-    kl = [record["kl"] for record in answers]
-    return {
-        "count": count,
-        "mean_tokens": sum(len(record["ids"]) for record in answers) / count,
-        "ended_share": sum(record["ended"] for record in answers) / count,
-        "list_share": sum("\n1. " in "\n" + record["text"] for record in answers) / count,
-        "kl": None if None in kl else sum(kl) / count,
+        add_judgement(results, short[place], by_rule)
+    comparison = {
+        "seed": args.seed,
+        "settings": used_settings(args, run),
+        "prompts": [conversation.prompt[-1].text for conversation in conversations],
+        "conversations": [[{"role": t.role, "text": t.text} for t in c.prompt] for c in conversations],
+        "models": results,
     }
+    write_output(output, lambda folder: write_comparison(folder, comparison, args.shown))
+    run.print(markdown_table(table_rows(results)))
+    run.print(f"side by side: {output / 'comparison.html'}")
 
 
-def table(results: dict[str, dict]) -> str:
-    """The figures of all models as a Markdown table."""
-    columns = ("mean_tokens", "ended_share", "distinct_2", "list_share", "kl")
-    lines = ["| model | tokens | ended | distinct-2 | lists | KL to the first |", "|---|---|---|---|---|---|"]
+def read_prompts(args: argparse.Namespace, run: Run) -> list[Conversation]:
+    """The prompts that the options name, and a line on where they come from."""
+    name = args.data_path or args.prompts or str(SEED_QUESTIONS)
+    raw = load_raw_dataset(name, cache_dir=args.data_output_path, needs_rejected=False)
+    if args.data_path is None:
+        chosen, what = raw.train, f"prompts of {args.prompts or 'the seed'}"
+    elif raw.test is not None:
+        chosen, what = raw.test, f"prompts of the test part of {raw.name}"
+    else:
+        _, held = split_rows(len(raw.train), (1, 1, 1), 1, args.data_seed, hold_out=True)
+        chosen, what = [raw.train[row] for row in held], f"prompts held out of {raw.name}"
+        if not held:
+            raise UserError(f"--data_path {raw.name} has no test part and too few records to hold some out; "
+                            "give the file as --prompts")  # fmt: skip
+    used = chosen[: args.max_prompts]
+    run.print(f"{len(used)} of {len(chosen)} {what}")
+    return used
+
+
+def all_answers(
+    args: argparse.Namespace, run: Run, conversations: Sequence[Conversation], records: Path
+) -> tuple[dict[str, dict], list[str]]:
+    """name → path, figures and answers of every model, one or two of them in memory at a time; and the prompts as the
+    first model's template renders them, special tokens left out."""
+    settings = Settings(args.max_prompt_seq_len, args.max_answer_seq_len, args.temperature, args.top_p, args.seed,
+                        args.batch_size, args.template)  # fmt: skip
+    models = [Answering(name, path, settings, conversations, run)
+              for name, path in zip(args.names, args.models, strict=True)]  # fmt: skip
+    first, results = models[0], {}
+    for model in models:
+        stored = model.answers(records)
+        kl = model.kl_to(first, stored, records)
+        answers = [{**record, "kl": value, "scores": {}}
+                   for record, value in zip(stored.ordered(len(conversations)), kl, strict=True)]  # fmt: skip
+        results[model.name] = {"path": model.path, "digest": model.digest, **figures(answers), "judged": {},
+                               "answers": answers}  # fmt: skip
+        if model is not first:
+            model.release()
+    first.release()
+    return results, [first.encoder.decode(ids) for ids in first.prompts]
+
+
+def add_judgement(results: dict[str, dict], judge: str, score: Scorer) -> None:
+    """Scores into the answers of all models, and ``judged[judge]``: mean score, for all but the first also wins."""
+    texts = {name: [answer["text"] for answer in result["answers"]] for name, result in results.items()}
+    scores = {name: list(score(name, answers)) for name, answers in texts.items()}
+    first = next(iter(results))
     for name, result in results.items():
-        cells = ["–" if result[column] is None else f"{result[column]:.3f}" for column in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for answer, value in zip(result["answers"], scores[name], strict=True):
+            answer["scores"][judge] = value
+        result["judged"][judge] = {"mean_score": sum(scores[name]) / len(scores[name])}
+        if name != first:
+            result["judged"][judge] |= verdict(scores[name], scores[first], texts[name], texts[first])
 
 
-def markdown(prompts: Sequence[str], results: dict[str, dict]) -> str:
-    """The table, then the first answers under their prompts."""
-    parts = [table(results), ""]
-    for index, prompt in enumerate(prompts[:SHOWN]):
-        parts.append(f"## {prompt}\n")
-        for name, result in results.items():
-            quoted = "\n".join("> " + line for line in result["answers"][index]["text"].splitlines())
-            parts.append(f"**{name}**\n\n{quoted}\n")
-    return "\n".join(parts) + "\n"
+def short_names(places: Sequence[str]) -> dict[str, str]:
+    """place → its last word, or the whole place where two would be called the same."""
+    short = {place: Path(place).name.rpartition(":")[2] for place in places}
+    twice = len(set(short.values())) < len(short)
+    return {place: place if twice else name for place, name in short.items()}
+
+
+def used_settings(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """What decides the answers besides models and prompts."""
+    names = ("seed", "temperature", "top_p", "max_prompt_seq_len", "max_answer_seq_len", "template")
+    return {name: getattr(args, name) for name in names} | {"dtype": str(run.dtype).removeprefix("torch.")}
 
 
 if __name__ == "__main__":
