@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_rlhf.arguments.errors import UserError
-from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import split_rows
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, load_raw_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
 from alpaca_rlhf.evaluation.answering import Answering, Settings
 from alpaca_rlhf.evaluation.comparison_pages import write_comparison
 from alpaca_rlhf.evaluation.figures import add_distinct, figures, markdown_table, table_rows
+from alpaca_rlhf.evaluation.held_out import held_out
 from alpaca_rlhf.evaluation.judging import Judge, load_rule, rule_scores, verdict, warn_of_own_judge
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
@@ -129,17 +129,11 @@ def read_prompts(args: argparse.Namespace, run: Run) -> list[Conversation]:
     name = args.data_path or args.prompts or str(SEED_QUESTIONS)
     raw = load_raw_dataset(name, cache_dir=args.data_output_path, needs_rejected=False)
     if args.data_path is None:
-        chosen, what = raw.train, f"prompts of {args.prompts or 'the seed'}"
-    elif raw.test is not None:
-        chosen, what = raw.test, f"prompts of the test part of {raw.name}"
+        chosen, what = raw.train, args.prompts or "the seed's questions"
     else:
-        _, held = split_rows(len(raw.train), (1, 1, 1), 1, args.data_seed, hold_out=True)
-        chosen, what = [raw.train[row] for row in held], f"prompts held out of {raw.name}"
-        if not held:
-            raise UserError(f"--data_path {raw.name} has no test part and too few records to hold some out; "
-                            "give the file as --prompts")  # fmt: skip
+        chosen, what = held_out(raw, args.data_seed, "give the file as --prompts")
     used = chosen[: args.max_prompts]
-    run.print(f"{len(used)} of {len(chosen)} {what}")
+    run.print(f"{len(used)} of {len(chosen)} prompts: {what}")
     return used
 
 
