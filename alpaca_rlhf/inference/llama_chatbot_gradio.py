@@ -97,13 +97,15 @@ def serve(blocks: "gradio.Blocks", args: argparse.Namespace, credentials: tuple[
 
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none from elsewhere
     try:
-        blocks.queue(default_concurrency_limit=8).launch(
+        _, url, public = blocks.queue(default_concurrency_limit=8).launch(
             server_name=args.server_name, server_port=args.server_port, share=args.share, auth=credentials,
-            theme=gradio.themes.Default(**fonts), footer_links=[], ssr_mode=False,
+            theme=gradio.themes.Default(**fonts), footer_links=[], ssr_mode=False, quiet=True, prevent_thread_lock=True,
         )  # fmt: skip
     except OSError as error:
         place = f"{args.server_name}:{args.server_port or 'any port from 7860'}"
         raise UserError(f"the page cannot listen on {place} ({error}); choose another --server_port") from error
+    print(f"the page is at {url}" + (f" and, for everybody, at {public}" if public else ""), flush=True)
+    blocks.block_thread()
 
 
 class Handlers:
