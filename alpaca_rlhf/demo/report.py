@@ -1,13 +1,17 @@
-"""What the demo found: figures by the gold judge, which training never saw, and answers side by side."""
+"""What the demo found: figures by the gold judge, which training never saw, curves, and answers side by side."""
 
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from alpaca_rlhf.algorithms.evaluation_metrics import wilson_interval
 from alpaca_rlhf.demo.gold import gold_score
+from alpaca_rlhf.runtime import html_page
 
-SIDE_BY_SIDE = 5
+SIDE_BY_SIDE = 10
+STEPS = {"sft": "Supervised fine-tuning", "reward_model": "Reward model", "rlhf": "PPO"}  # by folder
 FIGURES = ("mean_tokens", "ended_share", "distinct_2", "list_share", "kl")
 
 
@@ -56,7 +60,9 @@ def build_report(output: Path, data: Path, model: str, seed: int, seconds: dict[
         own = {key: comparison["models"][side][key] for key in FIGURES}
         sides[side] = {"gold_mean": statistics.fmean(gold), "gold_std": statistics.pstdev(gold), **own, "gold": gold}
     gold_pairs = list(zip(sides["rlhf"].pop("gold"), sides["sft"].pop("gold"), strict=True))
-    sides["rlhf"]["win_rate"] = statistics.fmean((a > b) + 0.5 * (a == b) for a, b in gold_pairs)
+    wins = sum((a > b) + 0.5 * (a == b) for a, b in gold_pairs)
+    sides["rlhf"]["win_rate"] = wins / len(gold_pairs)
+    sides["rlhf"]["win_rate_interval"] = list(wilson_interval(wins, len(gold_pairs)))
     reward_model, ppo = read_metrics(output / "reward_model"), read_metrics(output / "rlhf")
     shown = [
         {"prompt": prompts[i], **{side: comparison["models"][side]["answers"][i]["text"] for side in sides},
@@ -75,30 +81,44 @@ def build_report(output: Path, data: Path, model: str, seed: int, seconds: dict[
         },
         "rlhf": {**sides["rlhf"], "answers_sampled": int(sum(record["answers"] for record in ppo))},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "results": {name: step_result(name, output) for name in seconds if name != "total"},
         "answers": shown,
     }
 
 
-def closing_table(report: dict[str, Any]) -> str:
-    """SFT against RLHF as a Markdown table, then the reward model and the times."""
-    sft, rlhf, judge = report["sft"], report["rlhf"], report["reward_model"]
+def table_rows(report: dict[str, Any]) -> list[list[str]]:
+    """SFT against RLHF, the head first."""
+    sft, rlhf = report["sft"], report["rlhf"]
     rows = [
         ("gold score, mean", "gold_mean"), ("gold score, std", "gold_std"), ("tokens per answer", "mean_tokens"),
         ("share that end by themselves", "ended_share"), ("distinct bigrams", "distinct_2"),
         ("share of numbered lists", "list_share"), ("KL to SFT, nats per answer", "kl"),
     ]  # fmt: skip
-    lines = ["| held-out prompts | SFT | RLHF |", "|---|---|---|"]
-    lines += [f"| {title} | {sft[key]:.3f} | {rlhf[key]:.3f} |" for title, key in rows]
-    lines.append(f"| wins against SFT (ties count half) | – | {rlhf['win_rate']:.3f} |")
-    lines.append("")
-    lines.append(f"Reward model: {judge['accuracy']:.3f} right on {judge['count']} held-out pairs "
-                 f"(the gold rule itself: {judge['labeller_accuracy']:.3f}, the labels are noisy).")  # fmt: skip
-    lines.append("Seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()) + ".")
-    return "\n".join(lines)
+    low, high = rlhf["win_rate_interval"]
+    wins = f"{rlhf['win_rate']:.3f} (95 %: {low:.3f} to {high:.3f})"
+    return [
+        ["held-out prompts", "SFT", "RLHF"],
+        *([title, f"{sft[key]:.3f}", f"{rlhf[key]:.3f}"] for title, key in rows),
+        ["wins against SFT (ties count half)", "–", wins],
+    ]
+
+
+def reward_model_line(report: dict[str, Any]) -> str:
+    """How good the reward model is, and how good it could be."""
+    judge = report["reward_model"]
+    return (f"Reward model: {judge['accuracy']:.3f} right on {judge['count']} held-out pairs "
+            f"(the gold rule itself: {judge['labeller_accuracy']:.3f}, the labels are noisy).")  # fmt: skip
+
+
+def closing_table(report: dict[str, Any]) -> str:
+    """SFT against RLHF as a Markdown table, then the reward model and the times."""
+    head, *rows = ["| " + " | ".join(row) + " |" for row in table_rows(report)]
+    seconds = ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
+    return "\n".join([head, "|---|---|---|", *rows, "", reward_model_line(report), f"Seconds: {seconds}."])
 
 
 def write_report(output: Path, report: dict[str, Any]) -> None:
-    """report.json and report.md in ``output``."""
+    """report.json, report.md and report.html in ``output``."""
     (output / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     parts = ["# SFT against RLHF on the demo's world\n", closing_table(report), ""]
     for shown in report["answers"]:
@@ -107,3 +127,48 @@ def write_report(output: Path, report: dict[str, Any]) -> None:
             quoted = "\n".join("> " + (line or " ") for line in shown[side].splitlines()) or "> (empty)"
             parts.append(f"**{side.upper()}** (gold {shown['gold'][side]:.2f})\n\n{quoted}\n")
     (output / "report.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+    (output / "report.html").write_text(report_page(output, report), encoding="utf-8")
+
+
+def report_page(output: Path, report: dict[str, Any]) -> str:
+    """The whole run as one self-contained page: what was done, figures, curves, answers side by side, settings."""
+    done = [[name, result, f"{report['seconds'][name]:.0f}"] for name, result in report["results"].items()]
+    parts = [
+        html_page.paragraph(
+            "A base model was fine-tuned on conversations (SFT); a reward model learned from pairs of answers which "
+            "one people prefer; PPO trained the fine-tuned model against that reward model (RLHF). The gold rule that "
+            f"judges here was never part of the training. Made by: sh run.sh demo --model {report['model']} --seed "
+            f"{report['seed']}"
+        ),
+        html_page.heading("SFT against RLHF"),
+        html_page.table(table_rows(report)),
+        html_page.paragraph(f"{report['prompts']} prompts that no step trained on. {reward_model_line(report)}"),
+        html_page.heading("What was done"),
+        html_page.table([["program", "result", "seconds"], *done]),
+    ]
+    for folder, title in STEPS.items():
+        curves = sorted((output / folder / "curves").glob("*.png"))
+        if curves:
+            drawn = {path.stem.replace("_", " "): path.read_bytes() for path in curves}
+            parts += [html_page.heading(f"Curves: {title}"), html_page.pictures(drawn)]
+    parts.append(html_page.heading(f"{len(report['answers'])} prompts, side by side"))
+    for shown in report["answers"]:
+        sides = {f"{side.upper()} (gold {shown['gold'][side]:.2f})": shown[side] for side in ("sft", "rlhf")}
+        parts += [html_page.prompt(shown["prompt"].strip()), html_page.sides(sides)]
+    parts.append(html_page.heading("Settings"))
+    for folder, title in STEPS.items():
+        file = output / folder / ("actor" if folder == "rlhf" else "") / "training_arguments.json"
+        if file.is_file():
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            settings.pop("data_report", None)
+            parts.append(html_page.folded(title, html_page.table([["setting", "value"], *flat(settings)])))
+    return html_page.page("SFT against RLHF on the demo's world", parts)
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[list[str]]:
+    """Nested settings as rows: dotted name, value."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield [prefix + name, json.dumps(value, ensure_ascii=False)]

@@ -3,7 +3,8 @@
     sh run.sh demo [--model tiny|smollm2] [--output_dir output/demo] [--seed 1234]
 
 Runs the real step programs one after the other, each in a process of its own. A step that fails ends the demo with its
-exit code; later steps do not start. Writes report.json and report.md.
+exit code; later steps do not start. Writes report.html (one file: figures, curves, answers, settings),
+report.md and report.json.
 """
 
 import argparse
@@ -110,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(failure, file=sys.stderr)
         return failure.code
     print(closing_table(report))
-    print(f"report: {args.output_dir / 'report.md'}, figures: {args.output_dir / 'report.json'}")
+    print(f"as text: {args.output_dir / 'report.md'}, figures: {args.output_dir / 'report.json'}")
+    print(f"report: {args.output_dir / 'report.html'} (open it in a browser)")
     return 0
 
 

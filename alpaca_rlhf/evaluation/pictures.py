@@ -19,7 +19,7 @@ def draw_shares(path: Path, title: str, shares: Mapping[str, tuple[float, Interv
         axes.errorbar(place, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], fmt="o", capsize=6)
     axes.set_xticks(range(len(names)), [_short(name) for name in names], rotation=0 if len(names) < 5 else 30)
     axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.02, 1.02)  # a point at 0 or 1 is whole
     axes.set_ylabel("share, with 95 % interval")
     if even is not None:
         axes.axhline(even, color="grey", linestyle="--", linewidth=1)

@@ -13,10 +13,11 @@ table { border-collapse: collapse; margin: 1rem 0 }
 th, td { border-bottom: 1px solid #ccc; padding: .3rem .8rem; text-align: left; vertical-align: top }
 th { background: #f3f3f3 }
 .pictures, .sides { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)) }
-figure { margin: 0 } img { max-width: 100%; height: auto } figcaption { color: #555; font-size: .9rem }
+figure { margin: 0 } summary { cursor: pointer }
+img { max-width: 100%; height: auto } figcaption { color: #555; font-size: .9rem }
 .sides > div { border: 1px solid #ccc; border-radius: .4rem; padding: .6rem .8rem }
 .text { white-space: pre-wrap; overflow-wrap: anywhere }
-.prompt { background: #f3f3f3; border-radius: .4rem; padding: .6rem .8rem }
+.prompt { background: #f3f3f3; margin: 1rem 0 .5rem; border-radius: .4rem; padding: .6rem .8rem }
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #181818 } th, .prompt { background: #2a2a2a } img { background: #fff }
 }
@@ -65,6 +66,11 @@ def pictures(captioned: Mapping[str, bytes]) -> str:
 def prompt(text: str) -> str:
     """What was asked, line breaks kept."""
     return f'<div class="prompt text">{html.escape(text)}</div>'
+
+
+def folded(summary: str, inner: str) -> str:
+    """HTML that a click on its summary opens."""
+    return f"<details><summary>{html.escape(summary)}</summary>\n{inner}</details>"
 
 
 def sides(texts: Mapping[str, str]) -> str:
