@@ -105,6 +105,8 @@ def test_reliability_and_calibration_error_by_hand():
     assert sum(part.size for part in curve) == 5
     curve = reliability([0.55, 0.55, 0.95, 1.0], [1.0, 0.0, 1.0, 1.0], bins=5)
     assert curve == [ReliabilityBin(2, 0.55, 0.5), ReliabilityBin(2, pytest.approx(0.975), 1.0)]
+    # the bins share 0.5 to 1, not 0 to 1: two of them meet at 0.75
+    assert [part.size for part in reliability([0.7, 0.8, 0.9], [1.0] * 3, bins=2)] == [1, 2]
     # 2/4 · 0.05 + 2/4 · 0.025
     assert expected_calibration_error(curve) == pytest.approx(0.0375)
     assert math.isnan(expected_calibration_error([]))

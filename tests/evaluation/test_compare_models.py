@@ -11,7 +11,7 @@ from alpaca_rlhf.evaluation.answering import Answering
 from alpaca_rlhf.evaluation.compare_models import SEED_QUESTIONS, main, short_names
 from alpaca_rlhf.evaluation.figures import add_distinct, distinct, figures, markdown_table
 from alpaca_rlhf.runtime.run import command
-from tests.tiny import PAIRS, save_model, tiny_llama, word_tokenizer, write_jsonl
+from tests.tiny import PAIRS, save_model, sentencepiece_tokenizer, tiny_llama, word_tokenizer, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,17 @@ def test_the_kl_of_equal_weights_under_another_digest_is_nil(folder, tmp_path):
     assert one["digest"] != two["digest"] and two["kl"] == pytest.approx(0, abs=1e-5)
 
 
+def test_three_models_one_of_them_with_another_tokenizer(folder, tmp_path):
+    tokenizer = sentencepiece_tokenizer(tmp_path / "tokenizer")
+    save_model(tmp_path / "c", tiny_llama(len(tokenizer)), tokenizer)
+    words = ["--models", folder / "a", tmp_path / "c", folder / "b", "--names", "one", "two", "three"]
+    assert compare(folder, tmp_path / "out", *words) == 0
+    models = read(tmp_path / "out")["models"]
+    assert list(models) == ["one", "two", "three"] and {result["count"] for result in models.values()} == {8}
+    assert models["two"]["kl"] is None and models["three"]["kl"] > 0.1  # ids of another vocabulary have no KL
+    assert "| two |" in (tmp_path / "out" / "comparison.md").read_text()
+
+
 def test_the_batch_size_changes_no_answer_and_no_kl(folder, tmp_path):
     answers = []
     for size in (1, 3, 8):
@@ -100,8 +111,10 @@ def test_what_was_written_is_not_generated_again(folder, tmp_path, monkeypatch):
     asked.clear()
     assert compare(folder, tmp_path / "cut", *words, "--batch_size", 5) == 0
     assert asked == [] and read(tmp_path / "cut") == read(tmp_path / "whole")
-    assert compare(folder, tmp_path / "cut", *words, "--seed", 5) == 0  # must not meet the old answers
-    assert len(asked) == 6
+    other_settings = (("--seed", 5), ("--temperature", 0.5), ("--top_p", 0.9), ("--max_answer_seq_len", 4))
+    for count, setting in enumerate(other_settings, start=1):  # must not meet the old answers
+        assert compare(folder, tmp_path / "cut", *words, *setting) == 0
+        assert len(asked) == 6 * count
 
 
 def test_the_seeds_questions_are_built_in(folder, tmp_path):
