@@ -88,7 +88,7 @@ class Checkpoints:
         self.settings, self.flag = {**settings, "engine.dtype": str(run.dtype).removeprefix("torch.")}, flag
         self.start = 0  # optimizer steps that the checkpoint found has behind it
         self.stopped = False
-        self._sources: dict[str, Callable[[], str]] = {}
+        self._sources: dict[str, str] = {}
         self._asked_to_stop = False
         self._from: Path | None = None
         self._manifest: dict[str, Any] = {}
@@ -104,15 +104,17 @@ class Checkpoints:
         return self._from is not None
 
     def identify(self, sources: dict[str, Callable[[], str]]) -> None:
-        """Tell what else decides the result: words for it → a function that gives a digest, called when it is needed.
+        """Tell what else decides the result: words for it → a function that gives a digest, called now, once.
 
-        Raises UserError if the checkpoint was made from something else.
+        Later the files may be others than those that were read. Raises UserError if the checkpoint was made from
+        something else.
         """
-        self._sources = sources
         problem = None
+        if self.run.is_main and self.output_dir is not None:
+            self._sources = {words: digest() for words, digest in sources.items()}
         if self._from is not None and self.run.is_main:
             saved = self._manifest["sources"]
-            changed = [words for words, digest in sources.items() if digest() != saved.get(words)]
+            changed = [words for words, digest in self._sources.items() if digest != saved.get(words)]
             if changed or saved.keys() - sources.keys():
                 names = " and ".join(changed or sorted(saved.keys() - sources.keys()))
                 problem = f"{self._from} was made with another content of {names}: give that, or start without --resume"
@@ -177,7 +179,7 @@ class Checkpoints:
         for leftover in half_written(directory):
             self.run.print(f"{leftover} was never finished and is left out")
         found = checkpoints(directory)
-        if own and found and not {path.resolve() for path in found} & {path.resolve() for path in own}:
+        if own and not {path.resolve() for path in found} & {path.resolve() for path in own}:
             return None, {}, _unexpected(own)
         for folder in found:
             manifest = read_manifest(folder)
@@ -216,8 +218,8 @@ class Checkpoints:
         folder, main = checkpoint_folder(self.output_dir, step), self.run.is_main
 
         def seal() -> None:
-            sources = {words: digest() for words, digest in self._sources.items()}
-            record = {"step": step, "world_size": self.run.world_size, "settings": self.settings, "sources": sources}
+            record = {"step": step, "world_size": self.run.world_size, "settings": self.settings}
+            record["sources"] = self._sources
             set_aside(self.output_dir, newer_than=step)
             complete(folder, record)
 
@@ -285,7 +287,12 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 def _store(state: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's writer hides what the file said, such as a full disk
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _load(path: Path) -> dict[str, Any]:

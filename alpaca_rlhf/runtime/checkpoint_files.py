@@ -80,7 +80,7 @@ def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of an output directory, the newest first; of a checkpoint, itself."""
     if _NAME.match(directory.name) or (directory / MANIFEST).exists():
         return [directory]
-    found = directory / FOLDER
+    found = directory if directory.name == FOLDER else directory / FOLDER
     return sorted((path for path in found.glob("step-*") if _NAME.match(path.name)), reverse=True)
 
 

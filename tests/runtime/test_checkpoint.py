@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import signal
 
 import numpy
@@ -248,3 +249,33 @@ def test_the_manifest_tells_a_reader_what_it_is(tmp_path):
     manifest = json.loads((checkpoint_folder(tmp_path, 2) / "checkpoint.json").read_text())
     assert manifest["step"] == 2 and manifest["world_size"] == 1 and manifest["sources"] == {"--data_path": "abc"}
     assert manifest["settings"] == {**SETTINGS, "engine.dtype": "float32"}
+
+
+def test_a_full_disk_is_an_OSError_for_tensors_of_every_size(tmp_path):
+    """torch's writer raises RuntimeError over it for all but the smallest."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))  # SIGXFSZ is ignored by Python: the write fails
+    try:
+        for state in ({"one": torch.zeros(400_000)}, {f"{i}": torch.zeros(256, 256) for i in range(6)}):
+            with pytest.raises(OSError):
+                checkpoint._store(state, tmp_path / "state.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_empty_directory_does_not_start_anew_over_checkpoints(tmp_path):
+    train(tmp_path / "out", 4)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds checkpoints of an earlier run"):
+        open_at(tmp_path / "out", str(tmp_path / "empty"))
+    assert open_at(tmp_path / "out", str(tmp_path / "out" / "checkpoints"))[0].start == 4
+
+
+def test_the_digests_are_those_of_the_start(tmp_path):
+    content = ["abc"]
+    found = Checkpoints(str(tmp_path), RUN, SETTINGS, "--{}".format, every=1, keep=2, resume=None)
+    found.identify({"--data_path": lambda: content[0]})
+    found.restore({"model": Counter()}, {"state": Counter()}, 10)
+    content[0] = "edited while it trained"
+    found.after_step(1)
+    assert open_at(tmp_path, "auto", data="abc")[0].start == 1

@@ -1,5 +1,6 @@
 """reward_stats.json: how a reward model's scores are distributed, measured by step 2, read by step 3 (R-05)."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -43,3 +44,8 @@ def read_reward_stats(directory: str | Path) -> RewardStats:
     if stats.std < MIN_STD:
         raise UserError(f"the scores in {path} do not vary (std {stats.std} over {stats.count} answers): {remedy}")
     return stats
+
+
+def reward_stats_digest(directory: str | Path) -> str:
+    """SHA-256 of a directory's statistics file; the file must exist."""
+    return hashlib.sha256((Path(directory) / FILE).read_bytes()).hexdigest()
