@@ -155,7 +155,8 @@ class PPOArguments(Settings):
         10000, "answers over which an adaptive <kl_coef> reacts; larger = slower", at_least=1, needs="kl_target"
     )
     kl_alarm: float | None = setting(
-        None, "KL per answer (nats) beyond which the log says so; absent, three times <kl_target>, else 30", above=0
+        None, "KL per answer (nats) beyond which the log says so; absent, three times <kl_target>, else 30", above=0,
+        neutral=True,
     )
     clip_ratio: float = setting(0.2, "PPO's epsilon: the policy ratio counts within 1 +- this", above=0)
     clip_value: float = setting(0.2, "new values count within old values +- this", above=0)
@@ -220,11 +221,13 @@ class Step3Arguments(_StepArguments):
         False,
         "keep the frozen reference model in main memory between its uses (with <only_optimize_lora> it takes no memory "
         "anyway: it is the actor without its adapters)",
+        neutral=True,
     )
     offload_reward_model: bool = setting(
         False,
         "keep the frozen reward model in main memory between its uses (with <only_optimize_lora> it shares the "
         "critic's weights)",
+        neutral=True,
     )
     unsupervised_dataset_name: str | None = setting(
         None, "data set of plain text for the pre-training loss beside PPO (PPO-ptx): a file, folder or hub name"

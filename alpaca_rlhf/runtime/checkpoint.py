@@ -148,12 +148,14 @@ class Checkpoints:
         Raises UserError if it was to be the last one.
         """
         flag = torch.tensor(int(self._asked_to_stop), dtype=torch.int32)
-        stop = bool(self.run.max(flag)) and step < self.total
-        due = self.every > 0 and (step % self.every == 0 or step == self.total)
-        if not (stop or due):
+        asked, at_end = bool(self.run.max(flag)), step == self.total
+        stop = asked and not at_end
+        due = self.every > 0 and (step % self.every == 0 or at_end)
+        if not (asked or due):
             return False
-        problem = self._save(step)
-        kept = [] if self.output_dir is None else checkpoints(self.output_dir)
+        assert self.output_dir is not None
+        problem = self._save(step)  # after the last step too, should the time not suffice for the output
+        kept = checkpoints(self.output_dir) if self.run.is_main else []
         last = f"the newest complete one is {kept[0]}" if kept else "there is no other"
         if problem and stop:
             raise UserError(f"SIGTERM stopped the run, and its checkpoint of step {step} failed: {problem}; {last}")
@@ -162,8 +164,9 @@ class Checkpoints:
         if stop:
             self.stopped = True
             self.run.print(
-                f"stopped by SIGTERM after optimizer step {step} of {self.total}; all of it is in {kept[0]}: "
-                "go on with the same command and --resume"
+                f"stopped by SIGTERM after optimizer step {step} of {self.total}; all of it is in "
+                f"{checkpoint_folder(self.output_dir, step)}: go on with the same command and --resume, "
+                "without a folder behind it"
             )
         return stop
 

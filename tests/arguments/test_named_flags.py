@@ -37,7 +37,8 @@ def texts_and_own_flags() -> tuple[dict[str, set[str]], set[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named.setdefault(str(file.relative_to(PACKAGE)), set()).update(FLAG.findall(node.value))
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            called = getattr(node, "func", None)  # parser.add_argument(…), or add(…) where that has a short name
+            if getattr(called, "attr", "") == "add_argument" or getattr(called, "id", "") == "add":
                 defined |= {word.value for word in node.args if isinstance(word, ast.Constant)}
     return named, defined
 

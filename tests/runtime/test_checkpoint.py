@@ -222,6 +222,7 @@ def test_SIGTERM_saves_after_the_present_step(tmp_path, capsys):
     last, _, _ = open_at(tmp_path, "auto", every=0)
     signal.raise_signal(signal.SIGTERM)
     assert not last.after_step(10) and not last.stopped  # the last step is done: what is left is the output
+    assert steps(tmp_path) == [10, 2]  # which can be made again, should the process not live to write it
 
 
 def test_a_full_disk_keeps_what_is_there_and_the_run(tmp_path, capsys, monkeypatch):
