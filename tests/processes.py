@@ -16,12 +16,13 @@ def launch(module: str, folder: Path, processes: int, words: list[str]) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(processes)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if processes > 1:  # one process alone needs no launcher
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", module, str(folder), *words]
     logs = [folder / f"rank{rank}of{processes}.log" for rank in range(processes)]
     ranks = []
     for rank, log in enumerate(logs):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = environment | {"RANK": str(rank)} | ({"LOCAL_RANK": str(rank)} if processes > 1 else {})
         with open(log, "wb") as output:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=subprocess.STDOUT))
     try:

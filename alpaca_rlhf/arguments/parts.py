@@ -211,8 +211,14 @@ class OutputArguments(Settings):
     )
 
     def checkpoints(self) -> dict[str, Any]:
-        """The keyword arguments that say when checkpoints are written, and where to go on from."""
-        return {"every": self.save_steps, "keep": self.keep_checkpoints, "resume": self.resume}
+        """The keyword arguments that say where and when checkpoints are written, and where to go on from.
+
+        With ``inspect`` nothing trains: there are none.
+        """
+        if self.inspect:
+            return {"output_dir": None, "every": 0, "keep": 0, "resume": None}
+        when = {"every": self.save_steps, "keep": self.keep_checkpoints, "resume": self.resume}
+        return {"output_dir": self.output_dir, **when}
 
     def tracking(self) -> dict[str, Any]:
         """The keyword arguments that say where the log goes."""

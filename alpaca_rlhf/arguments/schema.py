@@ -230,10 +230,11 @@ class Step3Arguments(_StepArguments):
         neutral=True,
     )
     unsupervised_dataset_name: str | None = setting(
-        None, "data set of plain text for the pre-training loss beside PPO (PPO-ptx): a file, folder or hub name"
+        None, "data set of plain text for the pre-training loss beside PPO (PPO-ptx): a file, folder or hub name",
+        neutral=True,  # its texts are compared
     )
     unsupervised_dataset_config_name: str | None = setting(
-        None, "configuration of that data set on the hub", needs="unsupervised_dataset_name"
+        None, "configuration of that data set on the hub", needs="unsupervised_dataset_name", neutral=True
     )
     unsup_coef: float = setting(27.8, "weight of the pre-training loss", at_least=0, needs="unsupervised_dataset_name")
 

@@ -7,14 +7,12 @@ rank (``rank-0.pt``); several machines need a file system that all of them see. 
 nothing that could run.
 """
 
-import random
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy
 import torch
 
 from alpaca_rlhf.arguments.errors import UserError
@@ -31,6 +29,8 @@ from alpaca_rlhf.runtime.checkpoint_files import (
     set_aside,
     writing_folder,
 )
+from alpaca_rlhf.runtime.outputs import hold_output_dir
+from alpaca_rlhf.runtime.random_state import random_states, set_random_states
 from alpaca_rlhf.runtime.run import Run
 
 
@@ -66,11 +66,11 @@ class Checkpoints:
 
     def __init__(
         self,
-        output_dir: str | None,
         run: Run,
         settings: Mapping[str, Any],
         flag: Callable[[str], str],
         *,
+        output_dir: str | None,
         every: int,
         keep: int,
         resume: str | None,
@@ -78,14 +78,17 @@ class Checkpoints:
         """Look for the checkpoint to go on from.
 
         settings: all that the trained weights depend on, by field; flag: field → the option that sets it, for
-        sentences. every: optimizer steps between two checkpoints, 0: none but when SIGTERM stops the run. keep: how
-        many; 0: all. resume: None, "auto" (output_dir) or a directory.
+        sentences. output_dir: None: neither looked for nor written. every: optimizer steps between two checkpoints,
+        0: none but when SIGTERM stops the run. keep: how many; 0: all. resume: None, "auto" (output_dir) or a
+        directory.
 
-        Raises UserError: a directory that does not exist, no complete checkpoint among those there, one made with other
-        settings or another number of processes, or checkpoints of an earlier run where a new one would start.
+        Raises UserError: another run that is writing into output_dir, a directory that does not exist, no complete
+        checkpoint among those there, one made with other settings, on another device or by another number of processes,
+        or checkpoints of an earlier run where a new one would start.
         """
         self.output_dir, self.run, self.every, self.keep = Path(output_dir) if output_dir else None, run, every, keep
-        self.settings, self.flag = {**settings, "engine.dtype": str(run.dtype).removeprefix("torch.")}, flag
+        own = {"engine.dtype": str(run.dtype).removeprefix("torch."), "the device": run.device.type}
+        self.settings, self.flag = {**settings, **own}, flag
         self.start = 0  # optimizer steps that the checkpoint found has behind it
         self.stopped = False
         self._sources: dict[str, str] = {}
@@ -96,12 +99,18 @@ class Checkpoints:
         self._from, self._manifest, problem = outcomes[0]
         if problem:
             raise UserError(problem)
-        self.start = self._manifest.get("step", 0)
+        self.start = self._newest = self._manifest.get("step", 0)
 
     @property
     def resuming(self) -> bool:
         """Whether a checkpoint was found."""
         return self._from is not None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is one of this output directory, so that the log there is its log."""
+        folders = checkpoints(self.output_dir) if self.output_dir is not None else []
+        return self._from is not None and self._from.resolve() in {folder.resolve() for folder in folders}
 
     def identify(self, sources: dict[str, Callable[[], str]]) -> None:
         """Tell what else decides the result: words for it → a function that gives a digest, called now, once.
@@ -133,7 +142,7 @@ class Checkpoints:
                 model.load_state(shared["models"][name], own["models"][name])
             for name, state in states.items():
                 state.load_state_dict(shared["states"][name])
-            set_random_states(own["random"])
+            set_random_states(own["random"], self.run.device)
             rest = f"{total - self.start} to go" if self.start < total else "all are done, nothing is left to train"
             self.run.print(f"resuming after optimizer step {self.start} of {total} ({rest}) from {self._from}")
         if self.output_dir is not None and threading.current_thread() is threading.main_thread():
@@ -172,6 +181,9 @@ class Checkpoints:
 
     def _outcome(self, resume: str | None) -> tuple[Path | None, dict[str, Any], str | None]:
         """(checkpoint or None, its manifest, problem or None), with notices on the way."""
+        problem = hold_output_dir(self.output_dir, self.run.print)
+        if problem:
+            return None, {}, problem
         own = checkpoints(self.output_dir) if self.output_dir is not None else []
         if resume is None:
             return None, {}, _unexpected(own)
@@ -223,8 +235,11 @@ class Checkpoints:
         def seal() -> None:
             record = {"step": step, "world_size": self.run.world_size, "settings": self.settings}
             record["sources"] = self._sources
-            set_aside(self.output_dir, newer_than=step)
+            # Newer than the last one written is what is damaged, or of the run as it went before it was resumed.
+            for aside in set_aside(self.output_dir, newer_than=self._newest):
+                self.run.print(f"{aside} keeps a checkpoint that is damaged, or that this run went back behind")
             complete(folder, record)
+            self._newest = step
 
         nothing = lambda: None  # noqa: E731
         actions = (lambda: begin(folder)) if main else nothing, lambda: self._write(folder), seal if main else nothing
@@ -244,8 +259,8 @@ class Checkpoints:
             states = {name: state.state_dict() for name, state in self._states.items()}
             _store({"models": {name: model.shared_state() for name, model in models.items()}, "states": states},
                    writing / "shared.pt")  # fmt: skip
-        own = {"models": {name: model.rank_state() for name, model in models.items()}, "random": random_states()}
-        _store(own, writing / f"rank-{self.run.rank}.pt")
+        own = {name: model.rank_state() for name, model in models.items()}
+        _store({"models": own, "random": random_states(self.run.device)}, writing / f"rank-{self.run.rank}.pt")
 
     def _together(self, action: Callable[[], object]) -> str | None:
         """Do something on every rank; returns the first rank's reason why it failed, on all of them."""
@@ -263,29 +278,6 @@ class Checkpoints:
 
     def _ask_to_stop(self, number: int, frame: Any) -> None:
         self._asked_to_stop = True
-
-
-def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators (of every GPU), as tensors and numbers."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Go on with what :func:`random_states` gave."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def _store(state: dict[str, Any], path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import zlib
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,15 @@ def abandon(folder: Path) -> None:
     shutil.rmtree(writing_folder(folder), ignore_errors=True)
 
 
-def set_aside(output_dir: Path, newer_than: int) -> None:
-    """Rename checkpoints of later steps than that: those of the run as it went before it was resumed from earlier on,
-    or damaged ones. They are kept, but neither found nor counted any more."""
+def set_aside(output_dir: Path, newer_than: int) -> list[Path]:
+    """Rename checkpoints of later steps than that, and return their new places: those of the run as it went before it
+    was resumed from earlier on, or damaged ones. They are kept, but neither found nor counted any more."""
+    moved = []
     for path in checkpoints(output_dir):
         if int(path.name.removeprefix("step-")) > newer_than:
-            target = path.with_name(f"set-aside-{path.name}")
-            shutil.rmtree(target, ignore_errors=True)
-            path.rename(target)
+            places = (path.with_name(f"set-aside-{number}-{path.name}") for number in count(1))
+            moved.append(path.rename(next(place for place in places if not place.exists())))
+    return moved
 
 
 def forget_old(output_dir: Path, keep: int) -> None:

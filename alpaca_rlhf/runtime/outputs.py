@@ -1,5 +1,6 @@
 """Output directories: checked before work starts, replaced only by a complete new output, never by half of one."""
 
+import fcntl
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 
@@ -16,6 +17,8 @@ from alpaca_rlhf.arguments.errors import UserError
 
 _WRITING = ".writing"  # an output on its way; worthless if found later
 _COMPLETE = ".complete"  # a whole output that only has to be moved into its place
+_LOCK = ".lock"
+_held: dict[Path, IO[bytes]] = {}  # what this process keeps other runs out of
 _MANIFEST = ".output_files.json"  # the names the last output put here; everything else in the folder is the user's
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|access_?key|auth_?token|hf_?token|password|secret)s?$", re.IGNORECASE)
 
@@ -41,6 +44,33 @@ def prepare_output_dir(path: str | Path | None) -> None:
         raise UserError(
             f"the output directory {directory} cannot be written ({error.strerror}): choose another one"
         ) from error
+
+
+def hold_output_dir(directory: Path | None, notice: Callable[[str], None]) -> str | None:
+    """Keep other processes' runs out of a directory until :func:`release_output_dirs` or the end of this process; None:
+    no directory. Called by one process of a run. Returns what to tell the user where another run is at work there.
+
+    Two runs would take each other's checkpoints and logs for their own. A file system without locks is told of.
+    """
+    if directory is None or directory.resolve() in _held:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / _LOCK).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return f"another run is writing into {directory}: wait for its end, or choose another --output_dir"
+    except OSError as error:
+        notice(f"warning: {directory} cannot be locked ({error.strerror}); start no second run that writes into it")
+    _held[directory.resolve()] = file
+    return None
+
+
+def release_output_dirs() -> None:
+    """Let go of every directory that :func:`hold_output_dir` keeps."""
+    while _held:
+        _held.popitem()[1].close()
 
 
 def write_output(directory: Path, write: Callable[[Path], None]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.runtime.outputs import release_output_dirs
 
 # Long enough for one rank to tokenise a large data set while the others wait, short enough that a hang ends overnight.
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -252,6 +253,7 @@ def command(
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)  # a run with checkpoints has its own handler
+            release_output_dirs()
             _leave_group(finished)
         return code
 

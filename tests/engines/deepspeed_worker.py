@@ -328,4 +328,4 @@ def main(results: Path, single: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), single=sys.argv[2] == "1")
+    main(Path(sys.argv[1]) / "results.json", single=sys.argv[2] == "1")

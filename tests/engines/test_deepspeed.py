@@ -1,56 +1,30 @@
 """DeepSpeed gives the plain engine's numbers, at every stage, on one and on two ranks; one start for all cases."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.engines.deepspeed_worker import STAGES, cases
+from tests.processes import launch
 
 pytestmark = pytest.mark.launcher
 pytest.importorskip("deepspeed")
-ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(results: Path, size: int) -> dict[str, list[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)}
-    if size > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.engines.deepspeed_worker", str(results), "1" if size == 1 else "0"]
-    ranks = []
-    for rank in range(size):
-        own = {"RANK": str(rank)} | ({"LOCAL_RANK": str(rank)} if size > 1 else {})
-        with open(results.with_suffix(f".{rank}.log"), "wb") as log:
-            ranks.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment | own, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [process.wait(timeout=600) for process in ranks]
-    except subprocess.TimeoutExpired:
-        codes = ["hangs"]
-    finally:
-        for process in ranks:
-            process.kill()
-    logs = "\n".join(results.with_suffix(f".{rank}.log").read_text(errors="replace")[-3000:] for rank in range(size))
-    assert codes == [0] * size, f"{codes}\n{logs}"
-    return json.loads(results.read_text())
+def run_ranks(folder: Path, size: int) -> dict[str, list[str]]:
+    launch("tests.engines.deepspeed_worker", folder, size, ["1" if size == 1 else "0"])
+    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> dict[str, list[str]]:
-    return run_ranks(tmp_path_factory.mktemp("ranks") / "two.json", 2)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory) -> dict[str, list[str]]:
-    return run_ranks(tmp_path_factory.mktemp("ranks") / "one.json", 1)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 1)
 
 
 @pytest.mark.parametrize("case", cases())

@@ -4,6 +4,8 @@ import json
 import random
 import resource
 import signal
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -11,8 +13,10 @@ import torch
 
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.runtime import checkpoint, checkpoint_files
-from alpaca_rlhf.runtime.checkpoint import Checkpoints, random_states, set_random_states
+from alpaca_rlhf.runtime.checkpoint import Checkpoints
 from alpaca_rlhf.runtime.checkpoint_files import checkpoint_folder, read_manifest
+from alpaca_rlhf.runtime.outputs import release_output_dirs
+from alpaca_rlhf.runtime.random_state import random_states, set_random_states
 from alpaca_rlhf.runtime.run import Run
 
 RUN = Run(0, 0, 1, torch.device("cpu"), torch.float32)
@@ -47,12 +51,13 @@ def _handler():
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+    release_output_dirs()
 
 
 def open_at(directory, resume=None, every=2, keep=2, settings=SETTINGS, data="abc", run=RUN, total=10):
     """Checkpoints that are ready for the loop, and the number they hold."""
     flag = "--{}".format
-    found = Checkpoints(str(directory), run, settings, flag, every=every, keep=keep, resume=resume)
+    found = Checkpoints(run, settings, flag, output_dir=str(directory), every=every, keep=keep, resume=resume)
     found.identify({"--data_path": lambda: data})
     counter, state = Counter(), Counter(5.0)
     found.restore({"model": counter}, {"state": state}, total)
@@ -101,9 +106,9 @@ def test_files_hold_nothing_that_could_run(tmp_path):
 
 def test_random_states_go_on():
     torch.manual_seed(1), random.seed(2), numpy.random.seed(3)
-    states = random_states()
+    states = random_states(RUN.device)
     drawn = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist()]
-    set_random_states(states)
+    set_random_states(states, RUN.device)
     assert drawn == [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist()]
 
 
@@ -195,7 +200,9 @@ def test_going_on_from_an_earlier_one_sets_the_later_ones_aside(tmp_path):
     found = train(tmp_path, 4, str(checkpoint_folder(tmp_path, 2)), keep=0)
     assert found.start == 2 and steps(tmp_path) == [4, 2]
     aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("set-aside-*"))
-    assert aside == ["set-aside-step-00000006", "set-aside-step-00000008"]
+    assert aside == [f"set-aside-1-step-{step:08d}" for step in (4, 6, 8)]
+    again = train(tmp_path, 4, str(checkpoint_folder(tmp_path, 2)), keep=0)
+    assert again.start == 2 and (tmp_path / "checkpoints" / "set-aside-2-step-00000004").is_dir()  # none is replaced
 
 
 def test_a_finished_output_without_checkpoints_is_not_trained_again(tmp_path):
@@ -249,7 +256,7 @@ def test_the_manifest_tells_a_reader_what_it_is(tmp_path):
     train(tmp_path, 2)
     manifest = json.loads((checkpoint_folder(tmp_path, 2) / "checkpoint.json").read_text())
     assert manifest["step"] == 2 and manifest["world_size"] == 1 and manifest["sources"] == {"--data_path": "abc"}
-    assert manifest["settings"] == {**SETTINGS, "engine.dtype": "float32"}
+    assert manifest["settings"] == {**SETTINGS, "engine.dtype": "float32", "the device": "cpu"}
 
 
 def test_a_full_disk_is_an_OSError_for_tensors_of_every_size(tmp_path):
@@ -274,9 +281,41 @@ def test_an_empty_directory_does_not_start_anew_over_checkpoints(tmp_path):
 
 def test_the_digests_are_those_of_the_start(tmp_path):
     content = ["abc"]
-    found = Checkpoints(str(tmp_path), RUN, SETTINGS, "--{}".format, every=1, keep=2, resume=None)
+    found = Checkpoints(RUN, SETTINGS, "--{}".format, output_dir=str(tmp_path), every=1, keep=2, resume=None)
     found.identify({"--data_path": lambda: content[0]})
     found.restore({"model": Counter()}, {"state": Counter()}, 10)
     content[0] = "edited while it trained"
     found.after_step(1)
     assert open_at(tmp_path, "auto", data="abc")[0].start == 1
+
+
+def test_two_runs_cannot_write_into_one_directory(tmp_path):
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="another run is writing into .*: wait for its end, or choose another"):
+            open_at(tmp_path)
+        other.communicate(b"\n")
+    assert train(tmp_path, 2).start == 0  # whoever held it is gone
+
+
+def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path):
+    train(tmp_path, 6, keep=0)
+    (checkpoint_folder(tmp_path, 6) / "shared.pt").unlink()
+    train(tmp_path, 8, "auto", every=4)
+    assert steps(tmp_path) == [8, 4]
+
+
+def test_a_log_in_another_directory_is_not_its_log(tmp_path):
+    train(tmp_path / "one", 4)
+    assert open_at(tmp_path / "one", "auto")[0].in_place
+    assert not open_at(tmp_path / "two", str(tmp_path / "one"))[0].in_place
+
+
+def test_what_the_checkpoint_was_made_from_must_still_be_there(tmp_path):
+    train(tmp_path, 2)
+    found = Checkpoints(RUN, SETTINGS, "--{}".format, output_dir=str(tmp_path), every=1, keep=2, resume="auto")
+    with pytest.raises(UserError, match="another content of --data_path"):
+        found.identify({})

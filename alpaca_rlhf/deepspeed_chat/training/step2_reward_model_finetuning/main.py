@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_step2(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
-    checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP2.flag, **args.output.checkpoints())
+    checkpoints = Checkpoints(run, args.decisive(), STEP2.flag, **args.output.checkpoints())
     check_model(args.model.path, "causal_lm", needed_positions=args.max_seq_len, parts="the tokens of --max_seq_len",
                 lora_module_names=args.model.lora_module_names if args.model.lora_dim else None)  # fmt: skip
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.in_place, **args.output.tracking())
     skipped = SkippedSteps(args.schedule.max_skipped_steps)
     checkpoints.restore({"model": engine}, {"log": log, "skipped": skipped}, total_steps)
 

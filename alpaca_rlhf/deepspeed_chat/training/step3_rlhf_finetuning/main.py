@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_step3(argv)
     run = start_run(seed=args.output.seed, **args.engine.to_dict())
     prepare_output_dir(args.output.output_dir)
-    checkpoints = Checkpoints(args.output.output_dir, run, args.decisive(), STEP3.flag, **args.output.checkpoints())
+    checkpoints = Checkpoints(run, args.decisive(), STEP3.flag, **args.output.checkpoints())
     reward_stats = check_inputs(args, run.print)
     reward_function = load_reward_function(args.reward_fn) if args.reward_fn else None
 
@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     run.print("\n".join([*encoder.notices, *data.lines]))
     if args.output.inspect:
         return show_records(data.train, encoder, 3, args.output.inspect, run.print)
-    checkpoints.identify({"--data_path": lambda: data.fingerprint, **sources(args)})
+    texts = text_loader(args, run, encoder) if args.unsupervised_dataset_name else None
+    checkpoints.identify({"--data_path": lambda: data.fingerprint, **sources(args, texts)})
     prompts = StepLoader(
         data.train, DataCollatorRLHF(encoder.pad_id), micro_batch_size=args.rollout.per_device_batch_size,
         micro_batches_per_step=args.rollout.generation_batches, rank=run.rank, world_size=run.world_size,
@@ -70,8 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     rollouts, optimizer_steps = plan(args, len(data.train), run.world_size)
     size = args.rollout_size(run.world_size)
     run.print(f"plan: {rollouts} rollouts of {size} prompts, {optimizer_steps} optimizer steps")
-
-    texts = text_loader(args, run, encoder) if args.unsupervised_dataset_name else None
 
     # four roles
     roles = RLHFEngine(args, run, tokenizer, optimizer_steps=optimizer_steps, reward_function=reward_function,
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
 
     # loop
-    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.resuming, **args.output.tracking())
+    log = MetricsLog(args.output.output_dir, run, CURVES, resuming=checkpoints.in_place, **args.output.tracking())
     more = {} if roles.ema is None else {"ema": roles.ema}
     models = {"actor": roles.actor.engine, "critic": roles.critic.engine}
     checkpoints.restore(models, {"log": log, "trainer": trainer, **more}, optimizer_steps)
