@@ -146,7 +146,8 @@ class ScheduleArguments(Settings):
         1.0, "gradients are scaled down to this norm over all parameters; 0 = no clipping", at_least=0
     )
     max_skipped_steps: int = setting(
-        3, "stop when more than so many steps in a row have a loss or gradient that is not finite", at_least=1
+        3, "stop when more than so many steps in a row have a loss or gradient that is not finite", at_least=1,
+        neutral=True,
     )
 
     def optimizer(self) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.arguments.parts import default_cache_dir
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import load_reward_function
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, load_raw_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
 from alpaca_rlhf.evaluation.answering import Answering, Settings
 from alpaca_rlhf.evaluation.comparison_pages import write_comparison
 from alpaca_rlhf.evaluation.figures import add_distinct, figures, markdown_table, table_rows
 from alpaca_rlhf.evaluation.held_out import held_out
-from alpaca_rlhf.evaluation.judging import Judge, load_rule, rule_scores, verdict, warn_of_own_judge
+from alpaca_rlhf.evaluation.judging import Judge, rule_scores, verdict, warn_of_own_judge
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 
@@ -57,7 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--template", default="auto", help="chat template (default auto: the tokenizer's own)")
     add("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default auto)")
     add("--shown", type=int, default=20, help="prompts in the Markdown and HTML pages (default 20)")
-    add("--data_output_path", default=str(Path.home() / ".cache" / "alpaca_rlhf"), help="cache folder")
+    add("--data_output_path", default=default_cache_dir(), help="cache folder")
     add("--seed", type=int, default=1234, help="seed of the random numbers (default 1234)")
     args = parser.parse_args(argv)
     check_names(args)
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in args.judge:
         check_model(path, "reward_model", **needed)
         warn_of_own_judge(path, dict(zip(args.names, args.models, strict=True)), run.print)
-    rules = {place: load_rule(place) for place in args.rule}
+    rules = {place: load_reward_function(place, "--rule") for place in args.rule}
     conversations = read_prompts(args, run)
     results, prompts = all_answers(args, run, conversations, output / "records")
     add_distinct(results)
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for place, rule in rules.items():
 
         def by_rule(name: str, texts: Sequence[str], place: str = place, rule: Any = rule) -> Sequence[float]:
-            return rule_scores(rule, place, prompts, texts)
+            return rule_scores(rule, f"--rule {place}", prompts, texts)
 
         add_judgement(results, short[place], by_rule)
     comparison = {

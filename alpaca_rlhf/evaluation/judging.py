@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from alpaca_rlhf.algorithms.evaluation_metrics import length_controlled_win_rate, preferences, wilson_interval
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import RewardFunction, one_number_each
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import DataCollatorRLHF
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
@@ -21,40 +21,17 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import model_digest
 from alpaca_rlhf.evaluation.stored import StoredRecords
 from alpaca_rlhf.runtime.run import Run
 
-Rule = Callable[[list[str], list[str]], Any]
 
-
-def load_rule(place: str) -> Rule:
-    """The function that ``FILE.py:NAME`` names: (prompts, answers), lists of texts → a number for each answer, higher
-    is better. Runs the file once; what it raises is not caught.
-
-    Raises:
-        UserError: no such file, or no such function in it.
-    """
-    file, _, name = place.rpartition(":")
-    if not Path(file).is_file():
-        raise UserError(f"--rule {place}: there is no file {file!r}; give FILE.py:NAME")
-    rule = runpy.run_path(file).get(name)
-    if not callable(rule):
-        raise UserError(f"--rule {place}: {file} defines no function {name}; check the name behind the colon")
-    return rule
-
-
-def rule_scores(rule: Rule, place: str, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """The numbers that the rule gives; ``place`` is its name in messages.
+def rule_scores(rule: RewardFunction, option: str, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """The numbers that a rule gives; ``option``: ``--rule FILE.py:NAME``, for sentences.
 
     Raises:
         UserError: not one finite number for each answer.
     """
-    needed = f"--rule {place} must return one finite number for each of the {len(answers)} answers that it was given"
-    given = rule(list(prompts), list(answers))
-    try:
-        scores = [float(score) for score in given]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{needed}, not {type(given).__name__}: {error}") from error
+    scores = one_number_each(rule(list(prompts), list(answers)), len(answers), option).tolist()
     finite = sum(map(math.isfinite, scores))
-    if not len(scores) == len(answers) == finite:
-        raise UserError(f"{needed}; it returned {len(scores)} numbers, {finite} of them finite")
+    if finite < len(scores):
+        raise UserError(f"the function of {option} returned {len(scores)} numbers, {finite} of them finite: all must")
     return scores
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.arguments.parts import default_cache_dir
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import create_dataset_split
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, load_raw_dataset
@@ -52,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mistakes", type=int, default=10, help="how many of the worst mistakes are shown (default 10)")
     add("--template", default="auto", help="chat template (default auto: the tokenizer's own)")
     add("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default auto)")
-    add("--data_output_path", default=str(Path.home() / ".cache" / "alpaca_rlhf"), help="cache folder")
+    add("--data_output_path", default=default_cache_dir(), help="cache folder")
     args = parser.parse_args(argv)
     for name in ("max_seq_len", "batch_size", "bins", "max_pairs"):
         value = getattr(args, name)

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from alpaca_rlhf.arguments.deepspeed_chat import STEP1, STEP2, STEP3
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.arguments.fields import SettingError, spelled
+from alpaca_rlhf.arguments.parser import _leaves
 from alpaca_rlhf.arguments.schema import (
     CriticArguments,
     DataArguments,
@@ -218,3 +220,25 @@ def test_a_value_that_looks_like_a_placeholder_is_shown_as_it_is():
     error = SettingError("<path> is {0}; give another", "<path>{0}").inside("actor")
     assert error.sentence(str.upper) == "ACTOR.PATH is <path>{0}; give another"
     assert spelled("<a> and <b.c>", lambda name: f"--{name}") == "--a and --b.c"
+
+
+NEUTRAL = {  # what leaves the trained weights as they are; a field that is not listed here decides them
+    1: """data.paths data.sft_only_paths data.cache_dir data.template data.workers schedule.max_skipped_steps
+        engine.dtype engine.local_rank output.output_dir output.save_steps output.keep_checkpoints output.resume
+        output.enable_tensorboard output.tensorboard_path output.save_adapter output.print_answers_interval
+        output.inspect model.path model.gradient_checkpointing per_device_eval_batch_size eval_interval""",
+    3: """actor.path actor.gradient_checkpointing critic.path critic.gradient_checkpointing tokenizer_path reward_fn
+        ppo.kl_alarm offload_reference_model offload_reward_model unsupervised_dataset_name
+        unsupervised_dataset_config_name""",
+}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_every_setting_decides_the_weights_but_for_those_listed(step):
+    dialect = {1: STEP1, 2: STEP2, 3: STEP3}[step]
+    settings = dialect.parse({3: ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c"]}.get(
+        step, ["--model_name_or_path", "m"]
+    ))  # fmt: skip
+    listed = set(NEUTRAL[1].split()) | (set(NEUTRAL[3].split()) if step == 3 else set())
+    every = set(_leaves(dialect.schema))
+    assert every - settings.decisive().keys() == listed & every

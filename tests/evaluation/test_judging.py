@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import load_reward_function
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Turn
 from alpaca_rlhf.deepspeed_chat.training.utils.data.templates import TextEncoder
 from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import load_tokenizer
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel
 from alpaca_rlhf.deepspeed_chat.training.utils.model.saving import save_model as save_reward_model
 from alpaca_rlhf.evaluation.compare_models import main
-from alpaca_rlhf.evaluation.judging import load_rule, rule_scores, verdict, warn_of_own_judge
+from alpaca_rlhf.evaluation.judging import rule_scores, verdict, warn_of_own_judge
 from alpaca_rlhf.runtime.run import command
 from tests.tiny import PAIRS, save_model, tiny_llama, word_tokenizer, write_jsonl
 
@@ -106,12 +107,12 @@ def test_a_win_by_length_alone_is_no_win_at_equal_length():
 
 def test_a_rule_that_returns_something_else_is_told_so(folder):
     place = str(folder / "rule.py")
-    assert rule_scores(load_rule(f"{place}:many"), "many", ["Human : x Assistant :"], ["a b"]) == [2.0]
-    for name, part in (("wrong", "2 numbers, 1 of them finite"), ("words", "not list")):
+    assert rule_scores(load_reward_function(f"{place}:many"), "many", ["Human : x Assistant :"], ["a b"]) == [2.0]
+    for name, part in (("wrong", "2 numbers, 1 of them finite"), ("words", "are no numbers .list.")):
         with pytest.raises(UserError, match=part):
-            rule_scores(load_rule(f"{place}:{name}"), name, ["p", "p"], ["a", "b"])
-    with pytest.raises(UserError, match="defines no function nothing"):
-        load_rule(f"{place}:nothing")
+            rule_scores(load_reward_function(f"{place}:{name}"), name, ["p", "p"], ["a", "b"])
+    with pytest.raises(UserError, match="defines no nothing"):
+        load_reward_function(f"{place}:nothing")
 
 
 def test_a_judge_that_was_trained_against_is_named(tmp_path):

@@ -3,6 +3,8 @@
 The child processes that are killed for real are in test_killed.py.
 """
 
+import json
+import shutil
 import signal
 
 import pytest
@@ -185,11 +187,13 @@ def test_a_finished_run_trains_nothing_and_says_so(done, whole, tmp_path, capsys
         (2, {"pair_loss": "per_token"}, "--pair_loss end and now it is per_token"),
         (3, {"kl_target": 4}, "--kl_target 3.0 and now it is 4.0"),
         (3, {"critic_model_name_or_path": "OTHER"}, "another content of --critic_model_name_or_path"),
+        (3, {"unsupervised_dataset_name": "OTHER"}, "another content of --unsupervised_dataset_name"),
     ],
 )
 def test_another_setting_dataset_or_model_is_refused_by_its_flag(done, whole, tmp_path, capsys, step, change, words):
     others = {"data_path": done / "text.jsonl", "model_name_or_path": done / "actor"}
     others["critic_model_name_or_path"] = done / "final" / "critic"
+    others["unsupervised_dataset_name"] = write_jsonl(tmp_path / "other.jsonl", [{"text": "the cat runs " * 9}])
     if "data_path" in change:
         rows = (done / "data" / "train.jsonl").read_text().replace("blue", "green").splitlines(keepends=True)
         (tmp_path / "d").mkdir()
@@ -211,3 +215,47 @@ def test_what_does_not_change_the_weights_may_change(done, whole, tmp_path):
     assert run(1, done, tmp_path / "out", **flags) == 0
     one, two = weights(tmp_path / "out"), weights(whole[1])
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_configuration_statistics_or_a_reward_function_that_changed_is_refused(done, tmp_path, capsys):
+    for name in ("actor", "critic"):
+        shutil.copytree(done / name, tmp_path / name)
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("def score(prompts, answers):\n    return [float(len(answer)) for answer in answers]\n")
+    actor = {"actor_model_name_or_path": tmp_path / "actor", "max_steps": 1, "save_steps": 1}
+    judged = actor | {"critic_model_name_or_path": tmp_path / "critic"}
+    ruled = actor | {"reward_fn": f"{scorer}:score"}
+    edits = {"--actor_model_name_or_path": (tmp_path / "actor" / "config.json", judged),
+             "--reward_normalization saved": (tmp_path / "critic" / "reward_stats.json", judged),
+             "--reward_fn": (scorer, ruled)}  # fmt: skip
+    for number, (words, (file, flags)) in enumerate(edits.items()):
+        out = tmp_path / f"out{number}"
+        assert run_step(3, done, **flags, output_dir=out) == 0
+        before = file.read_text()
+        if file.name == "reward_stats.json":
+            stats = json.loads(before)
+            file.write_text(json.dumps(stats | {"mean": stats["mean"] + 1}))
+        else:
+            file.write_text(before + "\n")
+        assert run_step(3, done, **flags, output_dir=out, resume=True) == 2
+        assert f"another content of {words}" in capsys.readouterr().err
+        file.write_text(before)
+        assert run_step(3, done, **flags, output_dir=out, resume=True) == 0
+
+
+def test_skipped_steps_in_a_row_are_counted_across_a_stop(done, tmp_path, capsys, monkeypatch):
+    """P-14: two before the stop and one after it are three, one more than is allowed."""
+    from alpaca_rlhf.deepspeed_chat.training.step1_supervised_finetuning import main
+
+    loss = main.batch_loss
+    monkeypatch.setattr(main, "batch_loss", lambda *words: loss(*words) * float("nan"))
+    flags = {"max_skipped_steps": 2, "eval_interval": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 2)
+        assert run(1, done, tmp_path / "out", **flags) == 0
+    assert run(1, done, tmp_path / "out", resume=True, **flags) == 2
+    assert "step 3:" in capsys.readouterr().err and metrics(tmp_path / "out")[-1]["step"] == 3
+
+
+def test_records_can_be_inspected_where_checkpoints_lie(done, whole):
+    assert run(1, done, whole[1], inspect=1) == 0

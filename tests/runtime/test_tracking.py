@@ -119,3 +119,41 @@ def test_M05_a_missing_tracker_is_one_sentence_on_every_rank(tmp_path, monkeypat
     with pytest.raises(UserError, match="pip install matplotlib"):
         MetricsLog(tmp_path, run, curves={"loss": ["loss"]})
     MetricsLog(tmp_path, run).close()
+
+
+def test_a_resumed_log_is_that_of_the_unbroken_run(tmp_path):
+    """File, history and curves: what the file holds beyond the checkpoint goes, what came before it stays (M-06)."""
+    whole = MetricsLog(tmp_path / "whole", MAIN)
+    for step in range(4):
+        whole.log(step, {"loss": math.nan if step == 1 else 1.0 / (step + 1)})
+    cut = MetricsLog(tmp_path / "cut", MAIN)
+    for step in range(2):
+        cut.log(step, {"loss": math.nan if step == 1 else 1.0 / (step + 1)})
+    state = cut.state_dict()
+    for step in range(2, 30):  # it went on for long after the checkpoint
+        cut.log(step, {"loss": 7.0, "another": 1.0})
+    resumed = MetricsLog(tmp_path / "cut", MAIN, resuming=True)
+    resumed.load_state_dict(state)
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")[:2]
+    for step in (2, 3):
+        resumed.log(step, {"loss": 1.0 / (step + 1)})
+    assert without_time(tmp_path / "cut") == without_time(tmp_path / "whole")
+    assert repr(resumed.history) == repr(whole.history)
+    assert not (tmp_path / "cut" / "metrics.previous.jsonl").exists()
+
+
+def test_events_after_the_checkpoint_are_purged(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = MetricsLog(tmp_path, MAIN, tensorboard=True, tensorboard_path=tmp_path / "tb")
+    first.log(0, {"loss": 1.0})
+    state = first.state_dict()
+    first.log(1, {"loss": 9.0})
+    first.close()
+    again = MetricsLog(tmp_path, MAIN, tensorboard=True, tensorboard_path=tmp_path / "tb", resuming=True)
+    again.load_state_dict(state)
+    again.log(1, {"loss": 0.5})
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 1.0), (1, 0.5)]

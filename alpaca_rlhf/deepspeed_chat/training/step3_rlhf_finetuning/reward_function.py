@@ -25,8 +25,10 @@ from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.roles import Sequ
 RewardFunction = Callable[[list[str], list[str]], Any]
 
 
-def load_reward_function(place: str) -> RewardFunction:
+def load_reward_function(place: str, option: str = "--reward_fn") -> RewardFunction:
     """The function that ``FILE.py:NAME`` names; runs the file once. What the file itself raises is not caught.
+
+    ``option``: what the user typed it behind, for sentences.
 
     Raises:
         UserError: no such file, no such name in it, or a name that cannot be called.
@@ -34,7 +36,7 @@ def load_reward_function(place: str) -> RewardFunction:
     file, _, name = place.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise UserError(f"--reward_fn {place}: there is no file {file}; check the path")
+        raise UserError(f"{option} {place}: there is no file {file}; check the path")
     module_name = f"reward_fn_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, f"{path} does not end in .py"
@@ -43,9 +45,9 @@ def load_reward_function(place: str) -> RewardFunction:
     spec.loader.exec_module(module)
     function = vars(module).get(name)
     if function is None:
-        raise UserError(f"--reward_fn {place}: {file} defines no {name}; check the name behind the colon")
+        raise UserError(f"{option} {place}: {file} defines no {name}; check the name behind the colon")
     if not callable(function):
-        raise UserError(f"--reward_fn {place}: {name} is {type(function).__name__}, not a function; name a function")
+        raise UserError(f"{option} {place}: {name} is {type(function).__name__}, not a function; name a function")
     return function
 
 
@@ -72,7 +74,7 @@ class FunctionReward:
         start, mask = sequences.prompt_length, sequences.attention_mask.bool()
         prompts = self._texts(sequences.ids[:, :start], mask[:, :start])
         answers = self._texts(sequences.ids[:, start:], sequences.response_mask.bool())
-        return _one_number_each(self.function(prompts, answers), len(answers)).to(sequences.ids.device)
+        return one_number_each(self.function(prompts, answers), len(answers)).to(sequences.ids.device)
 
     def _texts(self, ids: Tensor, mask: Tensor) -> list[str]:
         rows = [row[kept].tolist() for row, kept in zip(ids.cpu(), mask.cpu(), strict=True)]
@@ -80,17 +82,21 @@ class FunctionReward:
         return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip() for row in rows]
 
 
-def _one_number_each(returned: Any, answers: int) -> Tensor:
-    """What the function gave, as (answers,) float32 on the CPU."""
+def one_number_each(returned: Any, answers: int, option: str = "--reward_fn") -> Tensor:
+    """What the function of ``option`` gave, as (answers,) float32 on the CPU; they may be not finite.
+
+    Raises:
+        UserError: anything but one number for each answer.
+    """
     needed = f"it must return {answers} numbers, one for each of the {answers} answers that it was given"
     try:
         scores = torch.as_tensor(returned).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         count = f"{len(returned)} values" if isinstance(returned, Sequence | set | dict) else "one value"
         what = f"{count} that are no numbers ({type(returned).__name__})"
-        raise UserError(f"the function of --reward_fn returned {what}; {needed}") from error
+        raise UserError(f"the function of {option} returned {what}; {needed}") from error
     if scores.is_complex() or scores.shape != (answers,):
         shape = " x ".join(str(size) for size in scores.shape) or "no list but a single"
         kind = "complex numbers" if scores.is_complex() else "numbers" if scores.ndim else "number"
-        raise UserError(f"the function of --reward_fn returned {shape} {kind}; {needed}")
+        raise UserError(f"the function of {option} returned {shape} {kind}; {needed}")
     return scores.float()
