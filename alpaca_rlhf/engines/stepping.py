@@ -30,7 +30,8 @@ class SkippedSteps:
         if self.in_a_row > self.limit:
             raise TrainingDiverged(
                 f"step {step}: {what}, {self.in_a_row} times in a row; the run was stopped and the last good "
-                "weights were kept. Lower the learning rate, or train in bf16 or fp32 instead of fp16."
+                "weights were kept. Lower the learning rate, or train in bf16 or fp32 instead of fp16, in a run of its "
+                "own: --resume goes on with the same settings only."
             )
 
 

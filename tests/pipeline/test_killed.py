@@ -10,9 +10,13 @@ import time
 import pytest
 import torch
 
+from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.deepspeed_chat.training.utils.model.saving import save_model
+from alpaca_rlhf.runtime.outputs import write_output
 from tests.pipeline.steps import make_base, metrics, run_step, three_steps
 from tests.pipeline.test_resume import assert_same, weights
 from tests.processes import ROOT
+from tests.tiny import tiny_llama, word_tokenizer
 
 
 def killed(folder, step: int, kills: int, seed: int) -> dict:
@@ -90,3 +94,27 @@ def test_a_full_disk_loses_nothing_that_was_saved(tmp_path, small_disk, capsys):
     one, two = weights(small_disk), weights(folder / "whole")
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert [record["step"] for record in metrics(small_disk)] == list(range(13))
+
+
+def test_a_disk_that_fills_up_anywhere_in_an_output_is_one_sentence(tmp_path, small_disk):
+    page, tokenizer = 4096, word_tokenizer()
+    model = tiny_llama(len(tokenizer))
+
+    def write(folder):
+        save_model(folder, model, model.state_dict(), tokenizer)
+
+    write(tmp_path / "all")
+    pages = sum(-(-path.stat().st_size // page) for path in (tmp_path / "all").iterdir())
+    filler, sentences = small_disk / "filler", set()
+    for room in range(2, pages + 4):  # one for the folder, one for the list of files
+        filler.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail - room) * page)
+        try:
+            write_output(small_disk / "out", write)
+        except UserError as error:
+            sentences.add(str(error))
+            assert not (small_disk / "out" / "tokenizer.json").exists()
+        filler.unlink()
+    assert len(sentences) >= 1 and all("could not be written" in sentence for sentence in sentences), sentences
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == sorted(
+        path.name for path in (small_disk / "out").iterdir() if not path.name.startswith(".")
+    )

@@ -2,13 +2,15 @@
 
 import copy
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import quiet
 
@@ -31,6 +33,7 @@ def save_model(
 
     Raises:
         RuntimeError: ``state_dict`` is not complete, see :func:`check_complete`.
+        OSError, SafetensorError: the disk does not take it.
     """
     skeleton = check_complete(model, state_dict)
     floating = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
@@ -41,7 +44,20 @@ def save_model(
     weights = {name: tensor.contiguous() for name, tensor in state_dict.items() if name not in tied}
     with quiet():
         skeleton.save_pretrained(directory, state_dict=weights, max_shard_size=max_shard_size)
+        _check_room(directory, encoder_tokenizer)
         encoder_tokenizer.save_pretrained(directory)
+
+
+def _check_room(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reserve and free the space of a tokenizer: its library raises nothing more special than Exception on a full disk.
+
+    Raises OSError.
+    """
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            vocabulary = tokenizer.backend_tokenizer.to_str(pretty=True)
+            beside = str(tokenizer.chat_template) + str(tokenizer.init_kwargs)  # files that are written before it
+            os.posix_fallocate(probe.fileno(), 0, len((vocabulary + 2 * beside).encode()) + (1 << 14))
 
 
 def check_complete(model: PreTrainedModel, state_dict: dict[str, Tensor]) -> PreTrainedModel:
