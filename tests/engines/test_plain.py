@@ -1,5 +1,6 @@
 """The plain engine is the reference of the others, so it is tested against hand-written torch."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,23 @@ def test_P14_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, b
     engine.discard()
     assert engine.scaler.get_scale() == (scale / 2 if dtype == torch.float16 else 1.0)
     assert not one_step(engine, [[0, 1]]).skipped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_C01_a_loaded_state_goes_on_as_if_nothing_had_happened(dtype: torch.dtype) -> None:
+    engine, other = engine_of(tiny_llama(), dtype), engine_of(tiny_llama(seed=1), dtype)
+    one_step(engine, [[0, 1], [2]])
+    one_step(engine, [[3]], factor=float("inf"))  # lowers the loss scale
+    for _ in range(3):
+        one_step(engine, [[4, 5], [6, 7]])
+    other.load_state(deepcopy(engine.shared_state()), engine.rank_state())
+    assert other.scaler.state_dict() == engine.scaler.state_dict()
+    if dtype == torch.float16:
+        assert engine.scaler.get_scale() == 32768 and engine.scaler.state_dict()["_growth_tracker"] == 3
+    for one in (engine, other):
+        one_step(one, [[0], [1, 2]])
+    assert other.learning_rates == engine.learning_rates
+    torch.testing.assert_close(other.full_state_dict(), engine.full_state_dict(), atol=0, rtol=0)
 
 
 def test_finite_flag_sees_one_bad_element_and_large_sums_are_no_false_alarm() -> None:
