@@ -2,7 +2,6 @@
 
 import json
 import math
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,11 @@ def describe_origin(path: str, before: dict[str, Any], page: Page) -> dict[str, 
     arguments = _read_arguments(folder, page)
     step = arguments.get("step")
     if step in STEPS:
-        when = datetime.fromtimestamp((folder / "training_arguments.json").stat().st_mtime)
+        when = str(arguments.get("finished", "an unknown day"))[:16].replace("T", " ")
         maker = STEPS[step] + _ROLES.get(step, "")
-        page.fact("made by", f"{maker} on {when:%Y-%m-%d %H:%M}", _completeness(folder, page))
-        same = {**arguments, "step": ""} == {**before, "step": ""}
+        page.fact("made by", f"{maker} on {when}", _completeness(folder, page))
+        own = {"step": "", "finished": ""}
+        same = arguments | own == before | own
         page.fact("settings", *(["those of the same run as above"] if same else _settings(arguments)))
         _describe_figures(folder, page)
     elif (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

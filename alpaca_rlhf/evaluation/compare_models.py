@@ -20,6 +20,7 @@ from alpaca_rlhf.arguments.parts import default_cache_dir
 from alpaca_rlhf.deepspeed_chat.training.step3_rlhf_finetuning.reward_function import load_reward_function
 from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Conversation, load_raw_dataset
 from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import check_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import actor_directory
 from alpaca_rlhf.evaluation.answering import Answering, Settings
 from alpaca_rlhf.evaluation.comparison_pages import write_comparison
 from alpaca_rlhf.evaluation.figures import add_distinct, figures, markdown_table, table_rows
@@ -38,7 +39,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="compare_models", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("--models", nargs="+", required=True, metavar="DIR", help="folders; the first is the yardstick")
+    add("--models", nargs="+", required=True, metavar="DIR", help="folders or hub names, also step 3's whole output; "
+        "the first is the yardstick")  # fmt: skip
     add("--names", nargs="+", metavar="NAME", help="one name a model (default: the folders' paths)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompts", metavar="FILE", help="prompts, in any layout the steps read (default: the seed's "
@@ -91,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prepare_output_dir(output)
     needed = {"needed_positions": args.max_prompt_seq_len + args.max_answer_seq_len, "lora_module_names": None,
               "parts": f"{args.max_prompt_seq_len} prompt + {args.max_answer_seq_len} answer tokens"}  # fmt: skip
+    args.models = [actor_directory(path) for path in args.models]
     for path in args.models:
         check_model(path, "causal_lm", **needed)
     for path in args.judge:

@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.model_utils import (
     vocabulary_size,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.model.reward_model import RewardModel, check_reward_model
+from alpaca_rlhf.deepspeed_chat.training.utils.model.sources import actor_directory
 from alpaca_rlhf.inference.conversation import History, Prompt, TurnEnds, build_prompt, turn_ends
 from alpaca_rlhf.runtime.run import Run
 
@@ -144,13 +144,6 @@ def load_scorer(path: str, run: Run) -> Scorer:
     return Scorer(model, TextEncoder(tokenizer), position_limit(model.model) or UNLIMITED)
 
 
-def actor_directory(path: str) -> str:
-    """``path``, or the ``actor`` in it where it is the whole output of step 3."""
-    actor = Path(path) / "actor"
-    whole = actor.is_dir() and not any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return str(actor if whole else Path(path)) if Path(path).is_dir() else path
-
-
 def model_names(paths: Sequence[str]) -> list[str]:
     """A short name for each model: the last part of its path, with as many before it as tell the models apart."""
     parts = [Path(path).parts for path in paths]
@@ -168,11 +161,11 @@ def made_by(path: str) -> tuple[str, str]:
     if not file.is_file():
         return "", ""
     try:
-        step = json.loads(file.read_text(encoding="utf-8")).get("step")
+        arguments = json.loads(file.read_text(encoding="utf-8"))
+        step, finished = arguments.get("step"), arguments.get("finished")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file} is not the JSON object that a step writes: {error}") from error
-    date = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d")
-    return STEPS.get(step, str(step or "")), date
+    return STEPS.get(step, str(step or "")), str(finished or "")[:10]
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

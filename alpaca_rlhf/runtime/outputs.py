@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -106,7 +107,8 @@ def write_output(directory: Path, write: Callable[[Path], None]) -> None:
 
 
 def save_arguments(directory: Path, arguments: dict[str, Any]) -> Path:
-    """Write the effective settings of a run to training_arguments.json, atomically, and return its path.
+    """Write the effective settings of a run, and the time as ``finished`` (UTC, ISO 8601), to training_arguments.json,
+    atomically, and return its path.
 
     arguments: nested and JSON-able. A name that looks like a credential is an error of the program: secrets come from
     the environment and are never part of the settings.
@@ -116,7 +118,8 @@ def save_arguments(directory: Path, arguments: dict[str, Any]) -> Path:
     target = Path(directory) / "training_arguments.json"
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(arguments, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        record = {**arguments, "finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        partial.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -41,6 +41,13 @@ def test_U07_one_model_twice_gives_equal_answers_and_no_kl(folder, tmp_path):
     assert models["two"]["kl"] == 0 and models["one"]["count"] == 8
 
 
+def test_the_whole_output_of_step_3_stands_for_its_actor(folder, tmp_path):
+    save_model(tmp_path / "final" / "actor", tiny_llama(len(word_tokenizer()), seed=1))
+    models = folder / "b", tmp_path / "final", tmp_path / "final" / "actor"
+    assert compare(folder, tmp_path / "out", "--models", *models, "--names", "b", "final", "actor") == 0
+    assert len({str([a["ids"] for a in model["answers"]]) for model in read(tmp_path / "out")["models"].values()}) == 1
+
+
 def test_two_models_differ_and_are_shown_side_by_side(folder, tmp_path):
     assert compare(folder, tmp_path, "--models", folder / "a", folder / "b", "--names", "one", "two") == 0
     text = (tmp_path / "comparison.md").read_text()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime, timezone
 
 import pytest
 from safetensors import SafetensorError
@@ -137,11 +138,14 @@ def test_remains_of_a_killed_writer_are_never_part_of_an_output(tmp_path):
 
 def test_arguments_are_saved_as_json(tmp_path):
     values = {"data": {"paths": ["a b"], "split": [2, 4, 4]}, "tokenizer_path": None, "seed": 1}
+    before = datetime.now(timezone.utc).replace(microsecond=0)
     assert save_arguments(tmp_path, values) == tmp_path / "training_arguments.json"
-    assert json.loads((tmp_path / "training_arguments.json").read_text()) == values
+    saved = json.loads((tmp_path / "training_arguments.json").read_text())
+    assert before <= datetime.fromisoformat(saved["finished"]) <= datetime.now(timezone.utc)
+    assert saved == {**values, "finished": saved["finished"]}
     with pytest.raises(ValueError):
         save_arguments(tmp_path, {"learning_rate": float("nan")})
-    assert json.loads((tmp_path / "training_arguments.json").read_text()) == values
+    assert json.loads((tmp_path / "training_arguments.json").read_text()) == saved
     assert [path.name for path in tmp_path.iterdir()] == ["training_arguments.json"]
 
 

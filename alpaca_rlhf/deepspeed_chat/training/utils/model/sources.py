@@ -33,6 +33,13 @@ def check_model_path(path: str) -> None:
         raise UserError(f"The model directory {path} does not exist; check the path.")
 
 
+def actor_directory(path: str) -> str:
+    """``path``, or the ``actor`` in it where it is the whole output of step 3."""
+    actor = Path(path) / "actor"
+    whole = actor.is_dir() and not any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return str(actor if whole else Path(path)) if Path(path).is_dir() else path
+
+
 def adapter_base(path: str) -> str | None:
     """The base model that the adapter-only directory ``path`` names; None where it is no such directory.
 
