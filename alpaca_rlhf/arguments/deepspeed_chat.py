@@ -146,7 +146,11 @@ def _supervised(step: int, rate: float) -> list[Row]:
 
 def _step1() -> list[Row]:
     printed = "always so here: the progress bar and metrics.jsonl show every step's loss"
-    return [*_supervised(1, rate=1e-3), _row(_ACCEPTED, "--print_loss", "", SWITCH, note=printed)]
+    return [
+        *_supervised(1, rate=1e-3),
+        _row("supervised fine-tuning", "--train_prompt", "train_prompt", SWITCH),
+        _row(_ACCEPTED, "--print_loss", "", SWITCH, note=printed),
+    ]
 
 
 def _step2() -> list[Row]:
@@ -241,6 +245,7 @@ def _ppo() -> list[Row]:
         _row(group, "--kl_target", "ppo.kl_target", NUMBER),
         _row(group, "--kl_horizon", "ppo.kl_horizon", INTEGER),
         _row(group, "--kl_alarm", "ppo.kl_alarm", NUMBER),
+        _row(group, "--kl_stop", "ppo.kl_stop", NUMBER),
         _row(group, "--clip_ratio --eps_clip", "ppo.clip_ratio", NUMBER),
         _row(group, "--clip_value --value_clip", "ppo.clip_value", NUMBER),
         _row(group, "--clip_reward", "ppo.clip_reward", NUMBER),

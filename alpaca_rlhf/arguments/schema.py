@@ -94,6 +94,10 @@ class _SupervisedArguments(_StepArguments):
 class Step1Arguments(_SupervisedArguments):
     """Supervised fine-tuning."""
 
+    train_prompt: bool = setting(
+        False, "train on the whole text, the questions too; absent, on the answers and their ends only"
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step2Arguments(_SupervisedArguments):
@@ -156,6 +160,10 @@ class PPOArguments(Settings):
     )
     kl_alarm: float | None = setting(
         None, "KL per answer (nats) beyond which the log says so; absent, three times <kl_target>, else 30", above=0,
+        neutral=True,
+    )
+    kl_stop: float | None = setting(
+        None, "KL per answer (nats) beyond which the run ends early and saves what it has; absent, it goes on", above=0,
         neutral=True,
     )
     clip_ratio: float = setting(0.2, "PPO's epsilon: the policy ratio counts within 1 +- this", above=0)

@@ -84,6 +84,7 @@ def test_seed_command_of_step_1_means_what_it_says():
         "per_device_eval_batch_size": 8,
         "max_seq_len": 512,
         "eval_interval": 0,
+        "train_prompt": False,
     }
 
 
@@ -122,8 +123,9 @@ def test_seed_command_of_step_3_means_what_it_says():
         },
         "ppo": {
             "epochs": 2, "per_device_mini_batch_size": 4, "kl_coef": 0.05, "kl_estimator": "k1", "kl_target": None,
-            "kl_horizon": 10000, "kl_alarm": None, "clip_ratio": 0.2, "clip_value": 0.2, "clip_reward": 5, "gamma": 1,
-            "lam": 0.95, "whiten_advantages": True, "reward_normalization": "saved", "missing_eos_penalty": None,
+            "kl_horizon": 10000, "kl_alarm": None, "kl_stop": None, "clip_ratio": 0.2, "clip_value": 0.2,
+            "clip_reward": 5, "gamma": 1, "lam": 0.95, "whiten_advantages": True, "reward_normalization": "saved",
+            "missing_eos_penalty": None,
         },
         "enable_ema": False,
         "ema_decay": 0.992,

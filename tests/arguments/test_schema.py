@@ -60,8 +60,8 @@ def test_defaults_are_those_of_the_contract():
     assert DataArguments().paths == ("Dahoas/rm-static",)
     assert step3().ppo == PPOArguments(
         epochs=1, per_device_mini_batch_size=16, kl_coef=0.05, kl_estimator="k1", kl_target=None, kl_horizon=10000,
-        kl_alarm=None, clip_ratio=0.2, clip_value=0.2, clip_reward=5.0, gamma=1.0, lam=0.95, whiten_advantages=True,
-        reward_normalization="saved", missing_eos_penalty=None,
+        kl_alarm=None, kl_stop=None, clip_ratio=0.2, clip_value=0.2, clip_reward=5.0, gamma=1.0, lam=0.95,
+        whiten_advantages=True, reward_normalization="saved", missing_eos_penalty=None,
     )  # fmt: skip
     assert Step2Arguments(**common(), model=model()).pair_loss == "end"
 
@@ -228,7 +228,7 @@ NEUTRAL = {  # what leaves the trained weights as they are; a field that is not 
         output.enable_tensorboard output.tensorboard_path output.save_adapter output.print_answers_interval
         output.inspect model.path model.gradient_checkpointing per_device_eval_batch_size eval_interval""",
     3: """actor.path actor.gradient_checkpointing critic.path critic.gradient_checkpointing tokenizer_path reward_fn
-        ppo.kl_alarm offload_reference_model offload_reward_model unsupervised_dataset_name
+        ppo.kl_alarm ppo.kl_stop offload_reference_model offload_reward_model unsupervised_dataset_name
         unsupervised_dataset_config_name""",
 }
 

@@ -172,3 +172,19 @@ def test_the_users_limit_of_the_kl_counts(done, tmp_path, capsys):
     assert run_step(3, done, **trained(done), **flags) == 0
     assert "beyond 1e-09 (--kl_alarm)" in capsys.readouterr().out
     assert metrics(tmp_path / "out")[-1]["alarm/kl_high"] == 1.0
+
+
+def test_P12_beyond_the_users_limit_the_run_ends_and_saves(done, tmp_path, capsys):
+    rate = {"actor_learning_rate": 1e-2, "num_train_epochs": 3, "max_steps": 6}
+    assert run_step(3, done, **trained(done), **rate, output_dir=tmp_path / "whole") == 0
+    kl = [record["kl"] for record in metrics(tmp_path / "whole")]
+    limit = sorted(kl)[2]
+    first = next(index for index, value in enumerate(kl) if value > limit)
+    assert 0 < first < len(kl) - 1
+    assert run_step(3, done, **trained(done), **rate, kl_stop=limit, output_dir=tmp_path / "out", save_steps=1) == 0
+    assert f"beyond --kl_stop {limit:g}: the run ends after {first} of {len(kl)} rollouts" in capsys.readouterr().out
+    assert [record["kl"] for record in metrics(tmp_path / "out")] == kl[:first]
+    assert (tmp_path / "out" / "actor" / "model.safetensors").exists()
+    more = {"output_dir": tmp_path / "out", "resume": True}  # a higher limit is no other run
+    assert run_step(3, done, **trained(done), **rate, kl_stop=1e9, save_steps=1, **more) == 0
+    assert [record["kl"] for record in metrics(tmp_path / "out")] == kl

@@ -168,3 +168,10 @@ def test_inspect_prints_records_and_stops_before_any_model_loads(tmp_path, step,
     assert f"2 of {24 if step == 1 else 12} records" in out
     assert out.count("train.jsonl:") == 2
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_S01_inspect_shows_that_the_whole_text_is_trained(tmp_path, capsys):
+    make_base(tmp_path)
+    assert run_step(1, tmp_path, model_name_or_path=tmp_path / "base", inspect=1, train_prompt=True) == 0
+    tokens, trained = re.search(r"(\d+) tokens, (\d+) trained", capsys.readouterr().out).groups()
+    assert tokens == trained

@@ -32,6 +32,15 @@ def test_S01_every_assistant_turn_is_trained_and_nothing_else(encoder):
     assert encoder.tokenizer.decode(trained) == "yes </s> the sun is big </s>"
 
 
+def test_S01_on_request_the_whole_text_is_trained(encoder):
+    record = Conversation("f:1", (U("why is the sun big"), A("yes"), U("no")), "the sun is big", None)
+    whole = TextEncoder(encoder.tokenizer, train_prompt=True)
+    asked, usual = (only(record, 1, one, 64).item for one in (whole, encoder))
+    assert asked["trained"].all() and not usual["trained"].all()
+    assert asked["input_ids"].tolist() == usual["input_ids"].tolist()
+    assert whole.fingerprint != encoder.fingerprint  # the token cache knows one from the other
+
+
 def test_a_prompt_that_fills_the_limit_loses_early_turns_then_goes(encoder):
     turns = (S("good"), U(words(6)), A(words(3)), U(words(2)))
     record = Conversation("f:1", turns, "dog", None)

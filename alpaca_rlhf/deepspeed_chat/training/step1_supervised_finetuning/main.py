@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # text → ids → batches
     tokenizer = load_tokenizer(args.model.path, notice=run.print)
-    encoder = TextEncoder(tokenizer, args.data.template)
+    encoder = TextEncoder(tokenizer, args.data.template, args.train_prompt)
     data = create_prompt_dataset(**args.data.reading(), step=1, encoder=encoder, max_len=args.max_seq_len, run=run,
                                  sft_only_paths=args.data.sft_only_paths)  # fmt: skip
     run.print("\n".join([*encoder.notices, *data.lines]))

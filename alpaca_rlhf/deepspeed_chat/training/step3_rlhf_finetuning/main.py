@@ -105,6 +105,12 @@ def train(args: Step3Arguments, run: Run, prompts: StepLoader, rollouts: int, tr
     bar, diverged = run.progress(rollouts, "PPO", start=trainer.rollouts), None
     for number, epoch, batches in prompts.steps(trainer.rollouts, rollouts):
         rollout = trainer.present or trainer.generate_experience(batches)
+        if args.ppo.kl_stop is not None and rollout.figures["kl"] > args.ppo.kl_stop:
+            run.print(
+                f"the KL to the reference is {rollout.figures['kl']:.1f} nats per answer, beyond --kl_stop "
+                f"{args.ppo.kl_stop:g}: the run ends after {trainer.rollouts} of {rollouts} rollouts"
+            )
+            break
         try:
             figures = trainer.train_rlhf(rollout, checkpoints.after_step)
         except TrainingDiverged as stop:

@@ -92,14 +92,15 @@ class TextEncoder:
     (sentences about what was added to the template); ``fingerprint`` (hex digest of everything that decides the ids).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "auto") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "auto", train_prompt: bool = False) -> None:
         """``template``: a built-in's name, or "auto": the tokenizer's own chat template, else "human_assistant".
+        ``train_prompt``: the masks count what is not the assistant's too.
 
         Raises UserError for an unknown name, a tokenizer without EOS, or a template that cannot be used for training.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no EOS token, so no answer could end: give it an eos_token.")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.train_prompt = tokenizer, train_prompt
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         named = [token for token in tokenizer.all_special_tokens if token]
@@ -126,14 +127,14 @@ class TextEncoder:
         return self.prompt_with_mask(turns)[0]
 
     def prompt_with_mask(self, turns: Sequence[Turn]) -> tuple[list[int], list[int]]:
-        """As prompt_ids, with a mask of equal length: 1 on earlier assistant turns and their EOS, else 0."""
+        """As prompt_ids, with a mask of equal length: 1 on earlier assistant turns and their EOS (or all of it)."""
         ids: list[int] = []
         mask: list[int] = []
         texts = self._texts(turns)
         for segment in self._segments((*(turn.role for turn in turns), "assistant"))[:-1]:
             new = self._encode(segment, texts, opens=not ids)
             ids += new
-            mask += [int(segment.trained)] * len(new)
+            mask += [int(segment.trained or self.train_prompt)] * len(new)
         return ids, mask
 
     def answer_ids(self, turns: Sequence[Turn], text: str) -> list[int]:
@@ -313,7 +314,7 @@ class TextEncoder:
         content["special"] = sorted(self._special_ids.items()), str(sorted(tokenizer.added_tokens_decoder.items()))
         content["ends"] = tokenizer.bos_token, tokenizer.eos_token
         content["template"] = self.chat_template, self._segments(("user", "assistant"))
-        content["version"] = FORMAT_VERSION
+        content["version"], content["train_prompt"] = FORMAT_VERSION, self.train_prompt
         text = json.dumps(content, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode("ascii")).hexdigest()
 
