@@ -199,7 +199,8 @@ demo)
 test)
     shift
     cd "$repo"
-    exec "$python" -m pytest "$@"
+    # One process a core, a file of tests whole in one of them; -n 0 is one after the other.
+    exec "$python" -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
     ;;
 python)
     shift

@@ -4,6 +4,7 @@ import os
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and the tests run side by side
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -23,6 +24,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    # Files that start real launchers take longest: they come first, or one process would be left with them at the end.
+    slowest = {item.path for item in items if item.get_closest_marker("launcher")}
+    items.sort(key=lambda item: item.path not in slowest)
     if not config.getoption("--slow"):
         skip = pytest.mark.skip(reason="a slow proof; sh run.sh test --slow runs it")
         for item in items:

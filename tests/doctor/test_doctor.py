@@ -47,7 +47,7 @@ def test_an_sft_model_with_its_data(done, ask):
     assert f"LlamaForCausalLM: {count:,} parameters, 2 layers, hidden size 16, 128 positions" in " ".join(page.split())
     assert "EOS  2 '</s>'   2            2" in page and "BOS and EOS agree" in page
     assert "the tokenizer's own, saved by the step that trained the model (it is human_assistant)" in page
-    assert "read           " in page and "usable 24 train, 8 test" in page
+    assert "read           " in page and "usable 24 train, 8 test" in " ".join(page.split())
     assert "whole texts of 24 of 24 records, in tokens: min 10, median 13.5, p95 17, max 17" in " ".join(page.split())
     assert "32 tokens (as the model was trained)" in page and "every record fits" in page
     assert page.count("train.jsonl:") == 2

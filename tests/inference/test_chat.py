@@ -95,7 +95,8 @@ def test_a_short_or_cut_answer_is_explained():
 
 def test_through_a_pipe_with_a_whole_output_of_step_3(tmp_path):
     save_model(tmp_path / "final" / "actor")
-    (tmp_path / "final" / "actor" / "training_arguments.json").write_text(json.dumps({"step": "ppo_actor"}))
+    made = {"step": "ppo_actor", "finished": "2026-11-30T12:00:00+00:00"}
+    (tmp_path / "final" / "actor" / "training_arguments.json").write_text(json.dumps(made))
     save_model(tmp_path / "sft")
     words = ["--path", str(tmp_path / "final"), "--compare_path", str(tmp_path / "sft"), "--max_new_tokens", "8"]
     done = subprocess.run(
@@ -104,7 +105,7 @@ def test_through_a_pipe_with_a_whole_output_of_step_3(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
     out = done.stdout.decode().splitlines()
-    assert out[0].startswith("final/actor (RLHF, 20") and out[0].endswith("128 tokens in all")
+    assert out[0] == "final/actor (RLHF, 2026-11-30), 128 tokens in all"
     assert out[1] == "sft, 128 tokens in all"
     answers = [line for line in out if line.startswith("[")]
     assert len(answers) == 4 and answers[0].removeprefix("[final/actor]") == answers[1].removeprefix("[sft]")
