@@ -24,6 +24,7 @@ for" read as "is good for". Facts, names and phrases are compared as lower-case 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alpaca_rlhf.demo.world_facts import THINGS, Thing
@@ -168,3 +169,8 @@ def gold_score(prompt: str, answer: str) -> float:
         + 0.05 * (max(0, count - MOST_WORDS) // 10)
     )
     return merits - min(penalties, HIGHEST_PENALTY)
+
+
+def gold_scores(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """The rule over many answers, as ``--rule`` of compare_models and ``--reward_fn`` of step 3 call a function."""
+    return [gold_score(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -8,6 +8,7 @@ report.md and report.json.
 """
 
 import argparse
+import importlib
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from alpaca_rlhf.demo.report import build_report, closing_table, step_result, write_report
+from alpaca_rlhf.runtime.run import command
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 STEPS = "alpaca_rlhf.deepspeed_chat.training."
@@ -71,6 +73,20 @@ SMOLLM2 = Sizes(
     prompts=32,
 )
 
+# Each part is seen at work in seconds, and nothing is learned: for tests, and for a first look at the notebooks.
+GLANCE = Sizes(
+    prompt_tokens=128,
+    answer_tokens=24,
+    sft=words("--learning_rate 2e-3 --max_steps 3 --per_device_train_batch_size 4 --max_samples 100"),
+    reward_model=words("--learning_rate 5e-4 --max_steps 3 --per_device_train_batch_size 4 --max_samples 60"),
+    ppo=words(
+        "--actor_learning_rate 2e-4 --critic_learning_rate 5e-4 --per_device_train_batch_size 4 "
+        "--per_device_mini_train_batch_size 4 --max_steps 2 --max_samples 60 --kl_coef 0.1"
+    ),
+    prompts=6,
+)
+SIZES = {"tiny": TINY, "smollm2": SMOLLM2, "glance": GLANCE}
+
 
 class StepFailed(Exception):
     """A program of the demo ended with this exit code; its own words are above."""
@@ -120,12 +136,12 @@ def run_demo(model: str, output: Path, seed: int) -> dict:
     """All programs, then the report, also written to ``output``."""
     sizes, seconds = SMOLLM2 if model == "smollm2" else TINY, {}
     started = time.perf_counter()
-    for name, command in commands(model, sizes, output, seed):
-        print(f"\n== {name}\n$ {shlex.join(command)}", flush=True)
+    for name, line in commands(model, sizes, output, seed):
+        print(f"\n== {name}\n$ {shlex.join(line)}", flush=True)
         begun = time.perf_counter()
-        code = subprocess.run(command).returncode
+        code = subprocess.run(line).returncode
         if code:
-            raise StepFailed(name, command, code)
+            raise StepFailed(name, line, code)
         seconds[name] = time.perf_counter() - begun
         print(f"== {name}: {step_result(name, output)} ({seconds[name]:.0f} s)", flush=True)
     seconds["total"] = time.perf_counter() - started
@@ -134,16 +150,40 @@ def run_demo(model: str, output: Path, seed: int) -> dict:
     return report
 
 
-def commands(model: str, sizes: Sizes, output: Path, seed: int) -> list[tuple[str, list[str]]]:
-    """Name and command of each program, in order."""
+def run_here(line: Sequence[str], *more: str) -> None:
+    """Run a program (``python -m MODULE FLAGS``) in this process, as a notebook does, and show its command.
+
+    Raises:
+        StepFailed: it ended with another code than 0.
+    """
+    module, argv = line[2], [*line[3:], *more]
+    print(readable([*line, *more]) + "\n", flush=True)
+    code = command(importlib.import_module(module).main)(argv)
+    if code:
+        raise StepFailed(module, line, code)
+
+
+def readable(line: Sequence[str]) -> str:
+    """A command ``python -m MODULE FLAGS``, one flag a line, as it can be pasted into a shell."""
+    lines = [f"python -m {line[2]}"]
+    for word in line[3:]:
+        if word.startswith("--"):
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n".join(lines)
+
+
+def commands(model: str, sizes: Sizes, output: Path, seed: int, data: Path = DATA) -> list[tuple[str, list[str]]]:
+    """Name and command of each program, in order; ``data``: the folder with the embedded data."""
     base, sft, reward, final = (str(output / part) for part in ("base", "sft", "reward_model", "rlhf"))
     same = {"--data_output_path": output / "cache", "--seed": seed}
     whole = {"--max_seq_len": sizes.prompt_tokens + sizes.answer_tokens}
     lengths = {"--max_prompt_seq_len": sizes.prompt_tokens, "--max_answer_seq_len": sizes.answer_tokens}
-    preferences = {"--data_path": DATA / "preferences", "--data_split": "0,7,3"}
+    preferences = {"--data_path": data / "preferences", "--data_split": "0,7,3"}
     conversations = {"--data_path": "MultiTurnAlpaca", "--data_split": "1,0,0"}
     start = {"--actor_model_name_or_path": sft, "--critic_model_name_or_path": reward}
-    prompts = {"--prompts": DATA / "prompts.jsonl", "--max_prompts": sizes.prompts}
+    prompts = {"--prompts": data / "prompts.jsonl", "--max_prompts": sizes.prompts}
 
     def program(module: str, flags: dict[str, object], *more: str) -> list[str]:
         return [sys.executable, "-m", module, *(str(word) for flag in flags.items() for word in flag), *more]

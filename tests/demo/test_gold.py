@@ -2,7 +2,7 @@
 
 import pytest
 
-from alpaca_rlhf.demo.gold import gold_score, is_rude, parse_prompt
+from alpaca_rlhf.demo.gold import gold_score, gold_scores, is_rude, parse_prompt
 
 DOG = "\n\nHuman: Tell me about the dog.\n\nAssistant:"
 LIST = (
@@ -110,3 +110,10 @@ def test_a_prompt_about_nothing_known_is_refused():
 def test_rude_phrases_are_found_whatever_their_case():
     assert is_rude("LOOK it up, yourself!")
     assert not is_rude("I looked it up myself.")
+
+
+def test_many_answers_get_the_scores_of_each():
+    prompt, answers = "Human: What are some facts about tennis? Assistant:", ["Tennis is nice.", "No."]
+    assert gold_scores([prompt] * 2, answers) == [gold_score(prompt, answer) for answer in answers]
+    with pytest.raises(ValueError):
+        gold_scores([prompt], answers)

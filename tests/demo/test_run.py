@@ -1,16 +1,18 @@
 """The demo's driver: the order of its programs, what a failing one leaves, and the report's arithmetic."""
 
 import json
+import shlex
 import sys
 
 import pytest
 
 from alpaca_rlhf.arguments.deepspeed_chat import parse_step1, parse_step2, parse_step3
-from alpaca_rlhf.demo import report, run
+from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.demo import report, run, tiny_model
 
 
 def test_the_programs_come_in_order_and_their_flags_parse(tmp_path):
-    for model, sizes in (("tiny", run.TINY), ("smollm2", run.SMOLLM2)):
+    for model, sizes in (("tiny", run.TINY), ("smollm2", run.SMOLLM2), ("tiny", run.GLANCE)):
         commands = dict(run.commands(model, sizes, tmp_path, seed=5))
         assert list(commands) == ["base", "sft", "reward_model", "ppo", "compare"]
         parsers = {"sft": parse_step1, "reward_model": parse_step2, "ppo": parse_step3}
@@ -28,6 +30,27 @@ def test_M08_a_failing_program_ends_the_demo_with_its_code_and_its_command(tmp_p
     assert run.main(["--output_dir", str(tmp_path)]) == 7
     error = capfd.readouterr().err
     assert "misspelt.jsonl" in error.splitlines()[0] and "sft ended with exit code 7" in error and not done.exists()
+
+
+def test_a_program_runs_here_and_shows_a_command_that_a_shell_takes(tmp_path, monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(tiny_model, "main", called.append)
+    line = [sys.executable, "-m", "alpaca_rlhf.demo.tiny_model", str(tmp_path / "a b"), "--seed", "5"]
+    run.run_here(line, "--more")
+    assert called == [[str(tmp_path / "a b"), "--seed", "5", "--more"]]
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1].strip() == "--seed 5 \\" and sys.executable not in shown
+    assert shlex.split(shown.replace("\\\n", " ")) == ["python", *line[1:], "--more"]
+
+
+def test_a_program_that_fails_here_says_so(monkeypatch, capsys):
+    def fails(argv):
+        raise UserError("no such folder")
+
+    monkeypatch.setattr(tiny_model, "main", fails)
+    with pytest.raises(run.StepFailed, match="tiny_model ended with exit code 2"):
+        run.run_here(["python", "-m", "alpaca_rlhf.demo.tiny_model", "x"])
+    assert "error: no such folder" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -57,7 +80,7 @@ def test_the_report_counts_ties_half(outputs, monkeypatch):
     assert result["rlhf"]["gold_mean"] == 0.625 and result["sft"]["gold_std"] == 0.0
     assert result["reward_model"]["accuracy"] == 0.8 and result["reward_model"]["count"] == 300
     report.write_report(outputs, result)
-    assert "| gold score, mean | 0.250 | 0.625 |" in (outputs / "report.md").read_text()
+    assert "| gold score, mean | 0.250 (0.250 to 0.250) | 0.625 (" in (outputs / "report.md").read_text()
     assert json.loads((outputs / "report.json").read_text()) == result
 
 
