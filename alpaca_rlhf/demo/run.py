@@ -45,9 +45,11 @@ class Sizes(NamedTuple):
 TINY = Sizes(
     prompt_tokens=128,
     answer_tokens=96,
-    sft=words("--learning_rate 2e-3 --num_train_epochs 4 --per_device_train_batch_size 8 --num_warmup_steps 30"),
+    sft=words("--learning_rate 2e-3 --num_train_epochs 4 --per_device_train_batch_size 8 --num_warmup_steps 30 "
+              "--eval_interval 187"),
     reward_model=words(
-        "--learning_rate 5e-4 --num_train_epochs 1 --per_device_train_batch_size 8 --num_warmup_steps 20"
+        "--learning_rate 5e-4 --num_train_epochs 1 --per_device_train_batch_size 8 --num_warmup_steps 20 "
+        "--eval_interval 35"
     ),
     ppo=words(
         "--actor_learning_rate 2e-4 --critic_learning_rate 5e-4 --lr_scheduler_type constant_with_warmup "
@@ -136,7 +138,8 @@ def run_demo(model: str, output: Path, seed: int) -> dict:
     """All programs, then the report, also written to ``output``."""
     sizes, seconds = SMOLLM2 if model == "smollm2" else TINY, {}
     started = time.perf_counter()
-    for name, line in commands(model, sizes, output, seed):
+    programs = commands(model, sizes, output, seed)
+    for name, line in programs:
         print(f"\n== {name}\n$ {shlex.join(line)}", flush=True)
         begun = time.perf_counter()
         code = subprocess.run(line).returncode
@@ -145,7 +148,7 @@ def run_demo(model: str, output: Path, seed: int) -> dict:
         seconds[name] = time.perf_counter() - begun
         print(f"== {name}: {step_result(name, output)} ({seconds[name]:.0f} s)", flush=True)
     seconds["total"] = time.perf_counter() - started
-    report = build_report(output, DATA, model, seed, seconds)
+    report = build_report(output, DATA, model, seed, seconds, {name: readable(line) for name, line in programs})
     write_report(output, report)
     return report
 

@@ -21,12 +21,12 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any], shown: int) ->
 
 def draw_pictures(folder: Path, results: Mapping[str, dict]) -> dict[str, Path]:
     """Lengths, and for each judge scores and win rates; returns caption → file."""
-    drawn = {"Tokens of an answer": folder / "tokens.png"}
+    drawn = {"How long the answers are; the end token counts": folder / "tokens.png"}
     lengths = {name: [float(len(answer["ids"])) for answer in result["answers"]] for name, result in results.items()}
     draw_histograms(folder / "tokens.png", "Tokens of an answer", "tokens", lengths)
     first, *others = results
     for number, judge in enumerate(results[first]["judged"], start=1):
-        path = drawn[f"Scores by {judge}"] = folder / f"scores_{number}.png"
+        path = drawn[f"What {judge} gives to the answers"] = folder / f"scores_{number}.png"
         scores = {name: [answer["scores"][judge] for answer in result["answers"]] for name, result in results.items()}
         draw_histograms(path, f"Scores by {judge}", "score", scores)
         judged = {name: results[name]["judged"][judge] for name in others}
@@ -36,8 +36,9 @@ def draw_pictures(folder: Path, results: Mapping[str, dict]) -> dict[str, Path]:
         for name, found in judged.items():
             shares[name] = found["win_rate"], found["win_rate_interval"]
             shares[f"{name}, equal length"] = found["length_controlled_win_rate"], found["length_controlled_interval"]
-        path = drawn[f"Wins against {first} by {judge}"] = folder / f"wins_{number}.png"
-        draw_shares(path, f"Wins against {first} by {judge}", shares, even=0.5)
+        caption = f"How often {judge} scores an answer higher than that of {first}, and what is left at equal length"
+        path = drawn[caption] = folder / f"wins_{number}.png"
+        draw_shares(path, f"Wins against {first} by {judge}", "", shares, even=(0.5, "as good"))
     return drawn
 
 
@@ -56,14 +57,15 @@ def markdown(comparison: Mapping[str, Any], shown: int, drawn: Mapping[str, Path
 
 
 def html(comparison: Mapping[str, Any], shown: int, drawn: Mapping[str, Path]) -> str:
-    """The same as one self-contained page."""
+    """The same as one self-contained page, the table with a column a model."""
     results, made = comparison["models"], comparison["settings"]
     count, many = len(comparison["prompts"]), min(shown, len(comparison["prompts"]))
+    meanings = used_meanings(results).items()
     settings = ", ".join(f"{name} {value}" for name, value in made.items())
     parts = [
         html_page.paragraph(f"{len(results)} models, {count} prompts; {settings}."),
-        html_page.table(table_rows(results)),
-        html_page.table([["column", "meaning"], *used_meanings(results).items()]),
+        html_page.table(list(zip(*table_rows(results), strict=True))),  # a column a model: that fits a screen
+        html_page.folded("What the figures mean", html_page.table([["figure", "meaning"], *meanings])),
         html_page.pictures({caption: path.read_bytes() for caption, path in drawn.items()}),
         html_page.heading(f"{many} of {count} prompts, side by side"),
     ]

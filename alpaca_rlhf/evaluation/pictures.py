@@ -3,32 +3,38 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from alpaca_rlhf.runtime.curves import new_picture, save_picture
 
 Interval = Sequence[float]
 
+_LABEL_LETTERS = 56  # fit below the x axis side by side
 
-def draw_shares(path: Path, title: str, shares: Mapping[str, tuple[float, Interval]], even: float | None) -> None:
-    """Shares (name → value and its interval) as points with bars; ``even``: where a dashed line marks no difference."""
-    figure, axes = _axes(title)
-    names = list(shares)
+
+def draw_shares(
+    path: Path, title: str, label: str, shares: Mapping[str, tuple[float, Interval]], even: tuple[float, str] | None
+) -> None:
+    """Shares (name → value and its interval) as points with bars.
+
+    label: what the names are; even: where a dashed line marks no difference, and its name.
+    """
+    figure, axes = new_picture(title, label, "share, with 95 % interval")
+    names = [_short(name) for name in shares]
     for place, (value, (low, high)) in enumerate(shares.values()):
-        axes.errorbar(place, value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], fmt="o", capsize=6)
-    axes.set_xticks(range(len(names)), [_short(name) for name in names], rotation=0 if len(names) < 5 else 30)
+        reach = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.errorbar(place, value, yerr=reach, fmt="o", capsize=6, color="C0")
+    axes.set_xticks(range(len(names)), names, rotation=30 if sum(map(len, names)) > _LABEL_LETTERS else 0)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylim(-0.02, 1.02)  # a point at 0 or 1 is whole
-    axes.set_ylabel("share, with 95 % interval")
     if even is not None:
-        axes.axhline(even, color="grey", linestyle="--", linewidth=1)
-    _save(figure, path)
+        axes.axhline(even[0], color="grey", linestyle="--", linewidth=1, label=even[1])
+        axes.legend(fontsize="small", framealpha=0.7, loc="lower right")
+    save_picture(figure, path)
 
 
 def draw_histograms(path: Path, title: str, label: str, series: Mapping[str, Sequence[float]]) -> None:
     """Histograms of several series (name → numbers) over common bins; ``label``: what the numbers are."""
-    figure, axes = _axes(title)
+    figure, axes = new_picture(title, label, "count")
     numbers = [number for values in series.values() for number in values]
     low, high = min(numbers), max(numbers)
     if low == high:
@@ -37,40 +43,24 @@ def draw_histograms(path: Path, title: str, label: str, series: Mapping[str, Seq
     edges = [low + (high - low) * index / bins for index in range(bins + 1)]
     for name, values in series.items():
         axes.hist(values, bins=edges, alpha=0.5, label=_short(name))
-    axes.set_xlabel(label)
-    axes.set_ylabel("count")
-    axes.legend(fontsize="small")
-    _save(figure, path)
+    if len(series) > 1:
+        axes.legend(fontsize="small")
+    save_picture(figure, path)
 
 
 def draw_reliability(path: Path, title: str, curve: Sequence[Mapping[str, float]]) -> None:
     """Accuracy over confidence, each bin a point as large as its share of the pairs; the diagonal is perfect."""
-    figure, axes = _axes(title)
+    figure, axes = new_picture(title, "confidence: sigmoid of the score difference's size", "accuracy")
     axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1, label="perfectly calibrated")
     total = sum(part["size"] for part in curve)
     axes.plot([part["confidence"] for part in curve], [part["accuracy"] for part in curve], color="C0", alpha=0.5)
     axes.scatter([part["confidence"] for part in curve], [part["accuracy"] for part in curve],
-                 s=[20 + 400 * part["size"] / total for part in curve], color="C0", alpha=0.7)  # fmt: skip
+                 s=[20 + 400 * part["size"] / total for part in curve], color="C0", alpha=0.7,
+                 label="this model; the larger, the more pairs")  # fmt: skip
     axes.set_xlim(0.49, 1.01)
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("confidence: sigmoid of the score difference's size")
-    axes.set_ylabel("accuracy")
     axes.legend(fontsize="small")
-    _save(figure, path)
-
-
-def _axes(title: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _short(name: str) -> str:

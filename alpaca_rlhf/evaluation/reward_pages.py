@@ -10,6 +10,14 @@ from alpaca_rlhf.evaluation.pair_figures import ScoredPair, group_name
 from alpaca_rlhf.evaluation.pictures import draw_histograms, draw_reliability, draw_shares
 from alpaca_rlhf.runtime import html_page
 
+CAPTIONS = {  # of the pictures, by the names of their files
+    "reliability": "Calibration: on the dashed line it is right as often as it is sure; below it is too sure.",
+    "scores": "The farther the two lie apart, the better it tells them apart.",
+    "gaps": "Left of 0 it prefers the answer that people rejected.",
+    "accuracy_by_length_difference": "Low on the left and high on the right: it goes by length.",
+    "accuracy_by_gap": "It should be right more often where its scores differ more.",
+}
+
 
 def write_reward_report(folder: Path, report: Mapping[str, Any], pairs: Sequence[ScoredPair]) -> None:
     """reward_report.json, .md and .html and pictures/*.png in ``folder``."""
@@ -22,18 +30,19 @@ def write_reward_report(folder: Path, report: Mapping[str, Any], pairs: Sequence
 
 def draw_pictures(folder: Path, report: Mapping[str, Any], pairs: Sequence[ScoredPair]) -> dict[str, Path]:
     """Reliability, score and gap histograms, accuracy by length difference and by gap; returns caption → file."""
-    names = ("reliability", "scores", "gaps", "accuracy_by_length_difference", "accuracy_by_gap")
-    paths = {name: folder / f"{name}.png" for name in names}
-    draw_reliability(paths["reliability"], "Reliability", report["reliability"])
+    paths = {name: folder / f"{name}.png" for name in CAPTIONS}
+    draw_reliability(paths["reliability"], "How often it is right, by how sure it is", report["reliability"])
     sides = {"chosen": [p.chosen_score for p in pairs], "rejected": [p.rejected_score for p in pairs]}
-    draw_histograms(paths["scores"], "Scores", "score", sides)
+    draw_histograms(paths["scores"], "Scores of the chosen and the rejected answers", "score", sides)
     gaps = {"all pairs": [pair.gap for pair in pairs]}
-    draw_histograms(paths["gaps"], "Gaps", "score of the chosen - score of the rejected", gaps)
-    for name, title, digits in (("length_difference", "Accuracy by tokens of chosen - rejected", 0),
-                                ("gap", "Accuracy by size of the score difference", 2)):  # fmt: skip
+    draw_histograms(paths["gaps"], "Score differences", "score of the chosen - score of the rejected", gaps)
+    for name, title, label, digits in (
+        ("length_difference", "Accuracy by difference in length", "tokens of the chosen - tokens of the rejected", 0),
+        ("gap", "Accuracy by size of the score difference", "size of the score difference", 2),
+    ):
         groups = {group_name(group, digits): (group["accuracy"], group["interval"]) for group in report[f"by_{name}"]}
-        draw_shares(paths[f"accuracy_by_{name}"], title, groups, even=0.5)
-    return {name.replace("_", " ").capitalize(): path for name, path in paths.items()}
+        draw_shares(paths[f"accuracy_by_{name}"], title, label, groups, even=(0.5, "guessing"))
+    return {CAPTIONS[name]: path for name, path in paths.items()}
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[list[str]]:
@@ -91,8 +100,9 @@ def markdown(report: Mapping[str, Any], drawn: Mapping[str, Path]) -> str:
 
 def html(report: Mapping[str, Any], drawn: Mapping[str, Path]) -> str:
     """The same as one self-contained page."""
-    parts = [html_page.table(rows) for rows in all_tables(report)]
-    parts.append(html_page.pictures({caption: path.read_bytes() for caption, path in drawn.items()}))
+    main, *by_group = (html_page.table(rows) for rows in all_tables(report))
+    parts = [main, html_page.pictures({caption: path.read_bytes() for caption, path in drawn.items()}),
+             html_page.folded("The figures of the pictures", "\n".join(by_group))]  # fmt: skip
     parts.append(html_page.heading(f"The {len(report['mistakes'])} worst mistakes"))
     for pair in report["mistakes"]:
         texts = {f"{side} ({pair[f'{side}_score']:.3f})": pair[side] for side in ("chosen", "rejected")}

@@ -3,22 +3,23 @@
 import importlib.util
 import json
 import math
-import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.runtime.curves import Curve, draw_curves
 
 
 class MetricsLog:
     """One line of metrics.jsonl per optimizer step: {"step": n, "time": seconds since 1970, name: value, ...}.
 
     output_dir: None keeps nothing on disk. run: only is_main is read, the other ranks log nothing. tensorboard: also
-    write TensorBoard events, to tensorboard_path as given. curves: title -> names of the metrics drawn together in
-    output_dir/curves/<title>.png by close(). A log of an earlier run in output_dir is kept as metrics.previous.jsonl,
-    but with resuming: load_state_dict() then says which part of it stays. Lines that a full disk refuses are kept and
-    tried again with the next one. Raises UserError, on every rank and before anything is written, if a package that
+    write TensorBoard events, to tensorboard_path as given. curves: name -> what close() draws
+    into output_dir/curves/<name>.png. A log of an earlier run in output_dir is kept as metrics.previous.jsonl, but with
+    resuming: load_state_dict() then says which part of it stays. Lines that a full disk refuses are kept and tried
+    again with the next one. Raises UserError, on every rank and before anything is written, if a package that
     this needs is not installed.
     """
 
@@ -26,7 +27,7 @@ class MetricsLog:
         self,
         output_dir: str | Path | None,
         run: Any,
-        curves: dict[str, list[str]] | None = None,
+        curves: Mapping[str, Curve] | None = None,
         *,
         tensorboard: bool = False,
         tensorboard_path: str | Path = "",
@@ -144,59 +145,13 @@ class MetricsLog:
         if problem:
             raise UserError(f"{self._output_dir}/metrics.jsonl lacks its last lines ({problem}): make room on the disk")
         try:
-            for title, names in self.curves.items():
-                lines = {name: self.history[name] for name in names if name in self.history}
-                if any(math.isfinite(value) for _, values in lines.values() for value in values):
-                    draw_curves(self._output_dir / "curves" / f"{_file_name(title)}.png", title, lines)
+            for name, curve in self.curves.items():
+                drawn = [value for metric in curve.lines for value in self.history.get(metric, ([], []))[1]]
+                if any(map(math.isfinite, drawn)):
+                    draw_curves(self._output_dir / "curves" / f"{name}.png", curve, self.history)
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"the curves in {self._output_dir} could not be drawn ({reason})") from error
-
-
-def draw_curves(path: Path, title: str, lines: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Draw the metrics name -> (steps, values) over the step into one small PNG.
-
-    A long noisy series is drawn pale, with its running mean over a twentieth of the points on top.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, (name, (steps, values)) in enumerate(lines.items()):
-        width = len(values) // 20
-        smooth = width > 2
-        marker = "o" if len(values) <= 25 else None
-        label = f"{name} (mean of {width} steps)" if smooth else name
-        axes.plot(
-            steps,
-            values,
-            color=f"C{index}",
-            alpha=0.25 if smooth else 1.0,
-            marker=marker,
-            markersize=3,
-            label=None if smooth else label,
-        )
-        if smooth:
-            axes.plot(steps, running_mean(values, width), color=f"C{index}", label=label)
-    axes.set_title(title)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(next(iter(lines)) if len(lines) == 1 else "value")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and the up to width - 1 before it; values that are not finite are left out of it."""
-    means = []
-    for end in range(1, len(values) + 1):
-        window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
-        means.append(sum(window) / len(window) if window else math.nan)
-    return means
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -206,7 +161,3 @@ def _line(record: dict[str, Any]) -> bytes:
 def _need(package: str, purpose: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{purpose} needs the package {package}, which is not installed: pip install {package}")
-
-
-def _file_name(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")

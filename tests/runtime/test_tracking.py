@@ -8,11 +8,13 @@ import torch
 
 from alpaca_rlhf.arguments.errors import UserError
 from alpaca_rlhf.runtime import tracking
+from alpaca_rlhf.runtime.curves import Curve
 from alpaca_rlhf.runtime.run import Run
-from alpaca_rlhf.runtime.tracking import MetricsLog, running_mean
+from alpaca_rlhf.runtime.tracking import MetricsLog
 
 MAIN = Run(0, 0, 1, torch.device("cpu"), torch.float32)
 OTHER = Run(1, 1, 2, torch.device("cpu"), torch.float32)
+LOSS = {"loss": Curve("Loss", "nats", {"loss": "training", "eval_loss": "held out"})}
 
 
 def records(directory):
@@ -71,8 +73,8 @@ def test_an_earlier_log_is_kept_aside(tmp_path):
 def test_other_ranks_and_runs_without_a_directory_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for log in (
-        MetricsLog(tmp_path / "out", OTHER, tensorboard=True, tensorboard_path="tb", curves={"loss": ["loss"]}),
-        MetricsLog(None, MAIN, curves={"loss": ["loss"]}),
+        MetricsLog(tmp_path / "out", OTHER, tensorboard=True, tensorboard_path="tb", curves=LOSS),
+        MetricsLog(None, MAIN, curves=LOSS),
     ):
         log.log(1, {"loss": 1.0})
         log.close()
@@ -80,7 +82,7 @@ def test_other_ranks_and_runs_without_a_directory_write_nothing(tmp_path, monkey
 
 
 def test_curves_are_drawn_for_what_appeared(tmp_path):
-    curves = {"Loss / nats": ["loss", "eval_loss"], "never": ["absent"], "not finite": ["broken"]}
+    curves = LOSS | {name: Curve(name, "nothing", {name: name}) for name in ("absent", "broken")}
     log = MetricsLog(tmp_path, MAIN, curves=curves)
     for step in range(1, 80):
         log.log(step, {"loss": 3.0 / step, "broken": math.nan})
@@ -88,14 +90,8 @@ def test_curves_are_drawn_for_what_appeared(tmp_path):
     log.close()
     log.close()
     pictures = list((tmp_path / "curves").iterdir())
-    assert [picture.name for picture in pictures] == ["loss_nats.png"]
+    assert [picture.name for picture in pictures] == ["loss.png"]
     assert pictures[0].read_bytes().startswith(b"\x89PNG")
-
-
-def test_running_mean_leaves_out_what_is_not_finite():
-    assert running_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
-    assert running_mean([1.0, 2.0, 6.0], 10) == [1.0, 1.5, 3.0]
-    assert math.isnan(running_mean([math.inf], 3)[0])
 
 
 def test_tensorboard_gets_every_value_only_when_asked(tmp_path):
@@ -117,7 +113,7 @@ def test_M05_a_missing_tracker_is_one_sentence_on_every_rank(tmp_path, monkeypat
     with pytest.raises(UserError, match="--enable_tensorboard needs the package tensorboard.*pip install tensorboard"):
         MetricsLog(tmp_path, run, tensorboard=True, tensorboard_path="tb")
     with pytest.raises(UserError, match="pip install matplotlib"):
-        MetricsLog(tmp_path, run, curves={"loss": ["loss"]})
+        MetricsLog(tmp_path, run, curves=LOSS)
     MetricsLog(tmp_path, run).close()
 
 

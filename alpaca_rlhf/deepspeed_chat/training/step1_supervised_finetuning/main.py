@@ -31,11 +31,18 @@ from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
 from alpaca_rlhf.runtime.checkpoint import Checkpoints
+from alpaca_rlhf.runtime.curves import Curve
 from alpaca_rlhf.runtime.outputs import prepare_output_dir, save_arguments, write_output
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
-CURVES = {"loss": ["loss"], "perplexity": ["eval_perplexity"], "learning_rate": ["learning_rate"]}
+CURVES = {
+    "loss": Curve("Loss of the answers", "nats per token", {"loss": "training", "eval_loss": "held out"}),
+    "perplexity": Curve("Perplexity of held-out answers", "perplexity", {"eval_perplexity": "held out"},
+                        log_scale=True),
+    "learning_rate": Curve("Learning rate", "learning rate", {"learning_rate/decay": "matrices",
+                                                              "learning_rate/lora": "LoRA matrices"}),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ The loss compares the scores at the two ends by default (``--pair_loss per_token
 difference on, as in the seed). The statistics of the chosen answers' scores are saved for step 3.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -36,12 +37,22 @@ from alpaca_rlhf.engines.base import Engine, OptimizerSettings
 from alpaca_rlhf.engines.create import create_engine
 from alpaca_rlhf.engines.stepping import SkippedSteps, TrainingDiverged, optimizer_step, to_device
 from alpaca_rlhf.runtime.checkpoint import Checkpoints
+from alpaca_rlhf.runtime.curves import Curve
 from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
-CURVES = {"eval_acc": ["eval_accuracy"], "train_loss": ["loss"], "train_reward": ["chosen_score", "rejected_score"],
-          "train_reward_diff": ["gap"]}  # fmt: skip
+CURVES = {
+    "eval_acc": Curve("Held-out pairs whose chosen answer scores higher", "accuracy", {"eval_accuracy": "held out"},
+                      (0.5, "guessing")),
+    "train_loss": Curve("Loss of the pairs", "nats per pair", {"loss": "training", "eval_loss": "held out"},
+                        (math.log(2), "knows nothing: ln 2")),
+    "train_reward": Curve("Scores of both sides", "score", {
+        "chosen_score": "chosen", "rejected_score": "rejected", "eval_chosen_mean": "chosen, held out",
+        "eval_rejected_mean": "rejected, held out"}),
+    "train_reward_diff": Curve("Score difference of a pair", "score, chosen - rejected",
+                               {"gap": "training", "eval_gap": "held out"}, (0.0, "no difference")),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

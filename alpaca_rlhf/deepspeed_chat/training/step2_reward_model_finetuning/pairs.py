@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_rlhf.algorithms.losses import pairwise_loss_sum
 from alpaca_rlhf.algorithms.metrics import Averages, pearson
 from alpaca_rlhf.algorithms.rewards import RewardStats
 from alpaca_rlhf.engines.base import Engine
@@ -23,7 +24,8 @@ class PairScores:
     rejected_length: Tensor  # (N,)
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy (a tie is not correct), count, ties, mean and std per side, gap, and score against length."""
+        """Accuracy (a tie is not correct), count, ties, mean and std per side, gap, loss of the end scores (without
+        margin), and score against length."""
         count = len(self.chosen)
         if not count:
             return {}
@@ -37,6 +39,7 @@ class PairScores:
             "eval_rejected_mean": float(self.rejected.mean()),
             "eval_rejected_std": float(self.rejected.std(correction=0)),
             "eval_gap": float((self.chosen - self.rejected).mean()),
+            "eval_loss": float(pairwise_loss_sum(self.chosen, self.rejected, 0.0, torch.ones(count))) / count,
             "eval_length_correlation": pearson(scores, lengths),
         }
 

@@ -33,13 +33,20 @@ from alpaca_rlhf.deepspeed_chat.training.utils.model.preflight import (
 )
 from alpaca_rlhf.engines.stepping import TrainingDiverged
 from alpaca_rlhf.runtime.checkpoint import Checkpoints
+from alpaca_rlhf.runtime.curves import Curve
 from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
-CURVES = {"train_actor_loss": ["actor_loss"], "train_cri_loss": ["critic_loss"],
-          "train_average_reward": ["normalized_score"], "kl": ["kl"], "length": ["length"],
-          "entropy": ["entropy"]}  # fmt: skip
+CURVES = {
+    "train_actor_loss": Curve("Loss of the actor", "clipped policy loss", {"actor_loss": "actor"}),
+    "train_cri_loss": Curve("Loss of the critic", "squared error of the values", {"critic_loss": "critic"}),
+    "train_average_reward": Curve("Reward model's score of the sampled answers", "normalised score",
+                                  {"normalized_score": "mean of a rollout"}),
+    "kl": Curve("KL to the model that PPO began with", "nats per answer", {"kl": "mean of a rollout"}),
+    "length": Curve("Length of the sampled answers", "tokens", {"length": "mean of a rollout"}),
+    "entropy": Curve("Entropy of the next token", "nats", {"entropy": "mean of a rollout"}),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
