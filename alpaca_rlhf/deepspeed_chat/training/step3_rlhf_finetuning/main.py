@@ -41,7 +41,7 @@ from alpaca_rlhf.runtime.tracking import MetricsLog
 CURVES = {
     "train_actor_loss": Curve("Loss of the actor", "clipped policy loss", {"actor_loss": "actor"}),
     "train_cri_loss": Curve("Loss of the critic", "squared error of the values", {"critic_loss": "critic"}),
-    "train_average_reward": Curve("Reward model's score of the sampled answers", "normalised score",
+    "train_average_reward": Curve("Score of the sampled answers", "normalised score",
                                   {"normalized_score": "mean of a rollout"}),
     "kl": Curve("KL to the model that PPO began with", "nats per answer", {"kl": "mean of a rollout"}),
     "length": Curve("Length of the sampled answers", "tokens", {"length": "mean of a rollout"}),
