@@ -36,10 +36,15 @@ def figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         "count": count,
         "mean_tokens": sum(len(record["ids"]) for record in answers) / count,
         "ended_share": sum(record["ended"] for record in answers) / count,
-        "list_share": sum("\n1. " in "\n" + record["text"] for record in answers) / count,
+        "list_share": sum(has_list(record["text"]) for record in answers) / count,
         "repetition_4": None if math.isnan(repetition) else repetition,
         "kl": None if None in kl else sum(kl) / count,
     }
+
+
+def has_list(text: str) -> bool:
+    """Whether an answer has a numbered list: a line that begins with ``1. ``"""
+    return "\n1. " in "\n" + text
 
 
 def ngram_count(answers: Sequence[Mapping[str, Any]], n: int) -> int:
