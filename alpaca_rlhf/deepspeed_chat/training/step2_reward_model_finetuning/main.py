@@ -42,6 +42,7 @@ from alpaca_rlhf.runtime.outputs import prepare_output_dir
 from alpaca_rlhf.runtime.run import Run, command, start_run
 from alpaca_rlhf.runtime.tracking import MetricsLog
 
+ENOUGH_SCORES = 8  # of chosen answers, to know their deviation to about a quarter; two can be equal by chance
 CURVES = {
     "eval_acc": Curve("Held-out pairs whose chosen answer scores higher", "accuracy", {"eval_accuracy": "held out"},
                       (0.5, "guessing")),
@@ -109,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # export, with the distribution of the chosen answers' scores
     if args.output.output_dir:
-        part, measured = ("evaluation", data.eval) if len(data.eval) > 1 else ("training", data.train)
+        enough = min(ENOUGH_SCORES, len(data.train))
+        part, measured = ("evaluation", data.eval) if len(data.eval) >= enough else ("training", data.train)
         stats, population = scores(measured).chosen_stats(), f"chosen answers of the {part} part"
         run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
         export(args, run, engine, model, tokenizer, encoder.chat_template, data.report, stats, population)
