@@ -11,8 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from alpaca_rlhf.inference.models import (
     load_scorer,
 )
 from alpaca_rlhf.inference.settings import Settings, add_setting_arguments, settings_from
+from alpaca_rlhf.inference.visitors import Handlers
 from alpaca_rlhf.inference.votes import prepare_votes
 from alpaca_rlhf.runtime.run import command, start_run
 
@@ -39,6 +39,9 @@ EXAMPLES = (
     "Write a story of at most 100 words about a dog and the moon.",
     "Explain what a language model is to a child.",
 )
+# Of a conversation: as high on a wide screen; on a phone, where two stand one above the other, it grows.
+LEAST_HEIGHT, MOST_HEIGHT = "clamp(110px, 32vw, 40vh)", "40vh"
+VISITORS = 64  # whose questions may wait at the same time; those of further ones wait in gradio's queue
 VOTE_BUTTONS = {"left": "Left is better", "right": "Right is better", "tie": "Tie", "both_bad": "Both are bad"}
 
 
@@ -93,14 +96,9 @@ def password(auth: str | None) -> tuple[str, str] | None:
 
 def serve(blocks: "gradio.Blocks", args: argparse.Namespace, credentials: tuple[str, str] | None) -> None:
     """Listen until Ctrl-C. Raises UserError: the address or the port cannot be had."""
-    import gradio
-
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none from elsewhere
     try:
-        _, url, public = blocks.queue(default_concurrency_limit=8).launch(
-            server_name=args.server_name, server_port=args.server_port, share=args.share, auth=credentials,
-            theme=gradio.themes.Default(**fonts), footer_links=[], ssr_mode=False, quiet=True, prevent_thread_lock=True,
-        )  # fmt: skip
+        _, url, public = opened(blocks, server_name=args.server_name, server_port=args.server_port, share=args.share,
+                                auth=credentials)  # fmt: skip
     except OSError as error:
         place = f"{args.server_name}:{args.server_port or 'any port from 7860'}"
         raise UserError(f"the page cannot listen on {place} ({error}); choose another --server_port") from error
@@ -108,102 +106,15 @@ def serve(blocks: "gradio.Blocks", args: argparse.Namespace, credentials: tuple[
     blocks.block_thread()
 
 
-class Handlers:
-    """What the page's events call. Only what belongs to no visitor is kept here, and which answers can be stopped.
+def opened(blocks: "gradio.Blocks", **place: Any) -> tuple[Any, str, str | None]:
+    """Start to listen, without waiting; gives the application, its address and its public link."""
+    import gradio
 
-    Outputs are the visitor's state, the text box, the status, then each side's chat; a dict holds changed properties,
-    and an empty one leaves a component as it is.
-    """
-
-    def __init__(self, models: Sequence[ChatModel], scorer: Scorer | None, votes: Path | None) -> None:
-        self.models = models
-        self.scorer = scorer
-        self.votes = votes
-        self.stops: dict[str, threading.Event] = {}  # of the answers that grow now, by session
-
-    def ask(self, session: str, visit: page.Visit, message: str, blind: bool, *values: Any) -> Iterator[tuple]:
-        """Grow the answers to a message; once it is taken the text box is empty, and the visitor's again."""
-
-        def start(stop: threading.Event) -> Iterator[page.Visit]:
-            return page.ask(self.models, visit, message, settings_of(values), blind, stop, self.scorer)
-
-        return self._grow(session, visit, start, {"value": ""})
-
-    def retry(self, session: str, visit: page.Visit, _message: str, blind: bool, *values: Any) -> Iterator[tuple]:
-        """Grow other answers to the last question."""
-
-        def start(stop: threading.Event) -> Iterator[page.Visit]:
-            return page.try_again(self.models, visit, settings_of(values), blind, stop, self.scorer)
-
-        return self._grow(session, visit, start, {})
-
-    def stop(self, session: str) -> None:
-        """End the answers that grow for this visitor, and nobody else's; what is there of them stays."""
-        if session in self.stops:
-            self.stops[session].set()
-
-    def clear(self, session: str) -> tuple:
-        """Forget the conversation and whatever grows for it."""
-        self._abandon(session)
-        return self.shown(self.fresh(), {})
-
-    def undo(self, session: str, visit: page.Visit, message: str) -> tuple:
-        """Take the last round back; its question returns to an empty text box."""
-        self._abandon(session)
-        question = visit.question or (visit.history[-2].text if visit.history else "")
-        try:
-            return self.shown(page.undo(visit), {} if message.strip() else {"value": question})
-        except UserError as error:
-            return self.shown(visit, {}, str(error))
-
-    def vote(self, visit: page.Visit, judgement: str, own: str) -> tuple:
-        """Keep a vote; then the names are shown. The last output is the visitor's own answer."""
-        assert self.votes is not None, "there are vote buttons without a second model"
-        try:
-            return *self.shown(page.vote(visit, self.models, judgement, own, self.votes), {}), {"value": ""}
-        except UserError as error:
-            return *self.shown(visit, {}, str(error)), {}
-
-    def fresh(self) -> page.Visit:
-        """A visit that has not begun."""
-        return page.Visit(order=tuple(range(len(self.models))))
-
-    def shown(self, visit: page.Visit, message: dict[str, str], error: str = "") -> tuple:
-        """The outputs for a visit; ``error`` comes before what else there is to say."""
-        seen = page.view(visit, self.models)
-        sides = [{"value": value, "label": label} for value, label in zip(seen.messages, seen.labels, strict=True)]
-        status = "\n".join(filter(None, [error and f"error: {error}", seen.status]))
-        return visit, message, {"value": status}, *sides
-
-    def _grow(self, session: str, visit: page.Visit, start: Callable[[threading.Event], Iterator[page.Visit]],
-              message: dict[str, str]) -> Iterator[tuple]:  # fmt: skip
-        stop = self.stops[session] = threading.Event()
-        try:
-            for growing in start(stop):
-                if self.stops.get(session) is not stop:
-                    return  # the visitor has cleared the conversation meanwhile
-                yield self.shown(growing, message)
-                message = {}
-        except UserError as error:
-            yield self.shown(visit, {}, str(error))
-        finally:
-            if self.stops.get(session) is stop:
-                del self.stops[session]
-
-    def _abandon(self, session: str) -> None:
-        self.stop(session)
-        self.stops.pop(session, None)
-
-
-def settings_of(values: Sequence[Any]) -> Settings:
-    """Settings from the components' values, in the order of the fields. Raises UserError, also for an emptied field."""
-    fields = dataclasses.fields(Settings)
-    texts = ["" if value is None else str(value) for value in values]
-    settings = Settings()
-    for field, text in zip(fields, texts, strict=True):
-        whole = type(field.default) is int and text.endswith(".0")  # a number field gives 64.0
-        settings = settings.changed(field.name, text.removesuffix(".0") if whole else text)
-    return settings
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none from elsewhere
+    return blocks.queue().launch(
+        theme=gradio.themes.Default(**fonts), footer_links=[], ssr_mode=False, quiet=True, prevent_thread_lock=True,
+        max_threads=2 * VISITORS, **place,
+    )  # fmt: skip
 
 
 def build(models: Sequence[ChatModel], settings: Settings, scorer: Scorer | None, votes: Path | None
@@ -212,35 +123,66 @@ def build(models: Sequence[ChatModel], settings: Settings, scorer: Scorer | None
     import gradio as gr
 
     handlers = Handlers(models, scorer, votes)
-    title = " and ".join(model.name for model in models)
-    with gr.Blocks(title=title, analytics_enabled=False, fill_height=True) as blocks:
+    two = len(models) > 1
+    title = ("Compare " if two else "Talk with ") + " and ".join(model.name for model in models)
+    seen = page.view(handlers.fresh(), models)
+    with gr.Blocks(title=title, analytics_enabled=False) as blocks:
         visit = gr.State(handlers.fresh())
-        gr.Markdown("# Talk with " + page.as_written(title))
+        heading, words = page.as_written(title), page.as_written(introduction(scorer, votes))
+        gr.Markdown(f"# {heading}\n\n{words}", latex_delimiters=[])
         with gr.Row(equal_height=True):
-            chats = [
-                gr.Chatbot(label=model.label, elem_id=f"chat_{side}", min_width=300, height="55vh", buttons=[],
-                           layout="bubble", allow_tags=False, group_consecutive_messages=False)  # fmt: skip
-                for side, model in zip(page.SIDES, models, strict=False)
-            ]
-        status = gr.Textbox(label="About these answers", lines=2, max_lines=6, interactive=False, elem_id="status")
-        blind = gr.Checkbox(False, label="Hide the names until I have voted", visible=len(models) > 1, elem_id="blind")
-        message = gr.Textbox(render=False, label="Your message", lines=1, max_lines=10, autofocus=True,
-                             elem_id="message")  # fmt: skip
-        outputs = [visit, message, status, *chats]
-        if len(models) > 1:
-            vote_row(handlers, visit, outputs)
-        message.render()
-        with gr.Row():
-            buttons = {
-                name: gr.Button(name.capitalize(), min_width=80, elem_id=name,
-                                variant={"send": "primary", "stop": "stop"}.get(name, "secondary"))
-                for name in ("send", "stop", "retry", "undo", "clear")
-            }  # fmt: skip
-        gr.Examples([[example] for example in EXAMPLES], message, label="Examples")
+            chats = [chat(side, seen.labels[i], seen.notes[i]) for i, side in enumerate(page.SIDES[: len(models)])]
+        status = gr.Markdown(page.as_written(seen.status), elem_id="status", container=True, latex_delimiters=[])
+        with gr.Row(equal_height=True):
+            message = gr.Textbox(label="Your message (Enter sends, Shift+Enter starts a new line)", lines=1,
+                                 max_lines=10, autofocus=True, scale=6, min_width=260, elem_id="message")  # fmt: skip
+            send = gr.Button("Send", variant="primary", min_width=120, elem_id="send")
+            stop = gr.Button("Stop", variant="stop", min_width=120, elem_id="stop", visible=False)
+        ballot = vote_row() if two else []
+        with gr.Row(equal_height=True):
+            blind = gr.Checkbox(False, label="Hide the names until I have voted", visible=two, elem_id="blind",
+                                min_width=300, scale=2)  # fmt: skip
+            again, undo, clear = (
+                gr.Button(name.capitalize(), size="md", min_width=80, elem_id=name, interactive=name == "clear")
+                for name in ("retry", "undo", "clear")
+            )
+        gr.Examples([[example] for example in EXAMPLES], message, label="Examples (one click fills the message)")
         with gr.Accordion("Settings", open=False):
-            values = [setting(field, getattr(settings, field.name), models) for field in dataclasses.fields(Settings)]
-        connect(handlers, buttons, visit, message, [blind, *values], outputs)
+            fields, values = dataclasses.fields(Settings), []
+            for row in (fields[:3], fields[3:]):
+                with gr.Row():
+                    for field in row:
+                        with gr.Column(min_width=260):
+                            values.append(setting(field, getattr(settings, field.name), models))
+        boxes, notes = zip(*chats, strict=True)
+        outputs = [visit, message, status, *boxes, *notes, send, stop, again, undo, *ballot]
+        events = {"ask": [message.submit, send.click], "retry": [again.click], "stop": [stop.click],
+                  "clear": [clear.click, *(box.clear for box in boxes)], "undo": [undo.click]}  # fmt: skip
+        connect(blocks, handlers, events, [visit, message, blind, *values], outputs)
+        if two:
+            connect_votes(handlers, visit, ballot, outputs)
     return blocks
+
+
+def introduction(scorer: Scorer | None, votes: Path | None) -> str:
+    """What one can do here, in a few words."""
+    words = "Ask a question; the answer follows the whole conversation."
+    if votes is not None:
+        words = f"Both models answer your question. Vote for the better answer: {votes.name} can train a reward model."
+    return words + (" Reward scores: higher is better." if scorer is not None else "")
+
+
+def chat(side: str, label: str, note: str) -> tuple["gradio.Chatbot", "gradio.Markdown"]:
+    """The conversation with one model and a note below it. What people type is no LaTeX, so nothing is."""
+    import gradio as gr
+
+    with gr.Column(min_width=300):
+        box = gr.Chatbot(label=label, elem_id=f"chat_{side}", height=None, min_height=LEAST_HEIGHT,
+                         max_height=MOST_HEIGHT, buttons=[], layout="bubble", allow_tags=False,
+                         group_consecutive_messages=False, latex_delimiters=[],
+                         placeholder="Answers appear here.")  # fmt: skip
+        shown = gr.Markdown(note, elem_id=f"note_{side}", latex_delimiters=[])
+    return box, shown
 
 
 def setting(field: dataclasses.Field, value: Any, models: Sequence[ChatModel]) -> "gradio.components.Component":
@@ -262,25 +204,35 @@ def setting(field: dataclasses.Field, value: Any, models: Sequence[ChatModel]) -
     return gr.Number(value, label=label, info=about, precision=0)
 
 
-def vote_row(handlers: Handlers, visit: Any, outputs: list[Any]) -> None:
-    """The buttons of a vote, and the field for an answer of the visitor's own."""
+def vote_row() -> list[Any]:
+    """The buttons of a vote, which work when there is something to judge, and the visitor's own answer."""
     import gradio as gr
 
-    own = gr.Textbox(label="A better answer of your own (optional, counts with any vote)", lines=1, max_lines=8,
-                     elem_id="own")  # fmt: skip
     with gr.Row():
-        for judgement, text in VOTE_BUTTONS.items():
-            button = gr.Button(text, min_width=120, size="sm", elem_id=f"vote_{judgement}")
+        buttons = [
+            gr.Button(text, min_width=120, size="md", elem_id=f"vote_{judgement}", interactive=False)
+            for judgement, text in VOTE_BUTTONS.items()
+        ]
+    with gr.Accordion("I know a better answer", open=False):
+        own = gr.Textbox("", label="Your own answer (it counts with the vote that you click then)", lines=2,
+                         max_lines=8, elem_id="own")  # fmt: skip
+    return [*buttons, own]
 
-            def cast(visit: page.Visit, own: str, judgement: str = judgement) -> tuple:
-                return updates(handlers.vote(visit, judgement, own))
 
-            button.click(cast, [visit, own], [*outputs, own], api_name=f"vote_{judgement}")
+def connect_votes(handlers: Handlers, visit: Any, ballot: list[Any], outputs: list[Any]) -> None:
+    """Join the buttons of a vote and the handler."""
+    *buttons, own = ballot
+    for judgement, button in zip(VOTE_BUTTONS, buttons, strict=True):
+
+        def cast(visit: page.Visit, own: str, judgement: str = judgement) -> tuple:
+            return updates(handlers.vote(visit, judgement, own))
+
+        button.click(cast, [visit, own], outputs, api_name=f"vote_{judgement}", show_progress="hidden")
 
 
-def connect(handlers: Handlers, buttons: dict[str, Any], visit: Any, message: Any, settings: list[Any],
+def connect(blocks: "gradio.Blocks", handlers: Handlers, events: dict[str, list[Any]], inputs: list[Any],
             outputs: list[Any]) -> None:  # fmt: skip
-    """Join the components and the handlers. One question is answered at a time; the others wait in the queue."""
+    """Join the events and the handlers. Questions of many visitors may wait at once, each in a thread of its own."""
     import gradio as gr
 
     def ask(request: gr.Request, *values: Any) -> Iterator[tuple]:
@@ -298,22 +250,29 @@ def connect(handlers: Handlers, buttons: dict[str, Any], visit: Any, message: An
     def undo(request: gr.Request, *values: Any) -> tuple:
         return updates(handlers.undo(request.session_hash, *values))
 
-    inputs = [visit, message, *settings]
-    one_by_one = {"concurrency_limit": 1, "concurrency_id": "answers", "show_progress": "minimal"}
-    growing = [
-        gr.on([buttons["send"].click, message.submit], ask, inputs, outputs, api_name="ask", **one_by_one),
-        buttons["retry"].click(retry, inputs, outputs, api_name="retry", **one_by_one),
-    ]
-    buttons["stop"].click(stop, api_name="stop", queue=False)
-    buttons["clear"].click(clear, None, outputs, cancels=growing, api_name="clear")
-    buttons["undo"].click(undo, [visit, message], outputs, cancels=growing, api_name="undo")
+    def leave(request: gr.Request) -> None:
+        handlers.leave(request.session_hash)
+
+    # The handlers know when a question may follow, and earlier than gradio's browser side would let it.
+    many = {"concurrency_limit": VISITORS, "concurrency_id": "answers", "show_progress": "hidden",
+            "trigger_mode": "multiple"}  # fmt: skip
+    gr.on(events["ask"], ask, inputs, outputs, api_name="ask", **many)
+    gr.on(events["retry"], retry, inputs, outputs, api_name="retry", **many)
+    at_once = {"queue": False, "show_progress": "hidden"}
+    gr.on(events["stop"], stop, api_name="stop", **at_once)
+    gr.on(events["clear"], clear, None, outputs, api_name="clear", **at_once)
+    gr.on(events["undo"], undo, inputs[:2], outputs, api_name="undo", **at_once)
+    blocks.unload(leave)
 
 
 def updates(values: tuple) -> tuple:
-    """The outputs as gradio takes them: a dict of properties becomes an update."""
+    """The outputs as gradio takes them: a dict of properties becomes an update, a value alone goes as it is, faster."""
     import gradio as gr
 
-    return tuple(gr.update(**value) if isinstance(value, dict) else value for value in values)
+    def update(properties: dict[str, Any]) -> Any:
+        return properties["value"] if set(properties) == {"value"} else gr.update(**properties)
+
+    return tuple(update(value) if isinstance(value, dict) else value for value in values)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _CODE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _PUNCTUATION = {ord(character): f"&#{ord(character)};" for character in string.punctuation}
-_INDENT = re.compile(r"^[ \t]", re.MULTILINE)
+_BLANKS = re.compile(r"(?:^|(?<=[ \t]))[ \t]", re.MULTILINE)  # Markdown means something by them, a browser drops them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Visit:
     """One visitor's conversation. The last round stays open (it may be voted on, or tried again) until the next one.
 
     ``history``: the rounds before it. ``answers``: one for each model, in the models' order; ``order``: which model
-    stands left and right. ``blind``: names stay hidden until there is a ``vote``. ``own``: the visitor's own answer.
+    stands left and right. ``asking``: its answers grow, or it waits for ``ahead`` questions of other visitors.
+    ``blind``: names stay hidden until there is a ``vote``. ``own``: the visitor's own answer. ``unscored``: why the
+    reward model gave no scores.
     """
 
     history: History = ()
@@ -43,9 +45,12 @@ class Visit:
     answers: tuple[Answer, ...] = ()
     order: tuple[int, ...] = (0,)
     attempt: int = 0
+    asking: bool = False
+    ahead: int = 0
     blind: bool = False
     settings: Settings = Settings()
     scores: tuple[float | None, ...] = ()
+    unscored: str = ""
     vote: str = ""
     own: str = ""
 
@@ -53,6 +58,11 @@ class Visit:
     def answered(self) -> bool:
         """Whether there is an open round whose answers are there."""
         return bool(self.answers) and all(answer.finish not in ("", "failed") for answer in self.answers)
+
+    @property
+    def votable(self) -> bool:
+        """Whether there are two whole answers that wait for a judgement."""
+        return len(self.answers) > 1 and self.answered and not self.vote
 
     @property
     def hidden(self) -> bool:
@@ -75,34 +85,43 @@ class Visit:
 
 
 class View(NamedTuple):
-    """What the page shows: the messages and the name of each side, and what is to be said about the answers."""
+    """What the page shows: the messages, the name and a note (Markdown) of each side, and where things stand."""
 
     messages: tuple[list[dict[str, str]], ...]
     labels: tuple[str, ...]
+    notes: tuple[str, ...]
     status: str
 
 
-def ask(
-    models: Sequence[ChatModel], visit: Visit, message: str, settings: Settings, blind: bool,
-    stop: threading.Event | None = None, scorer: Scorer | None = None,
-) -> Iterator[Visit]:  # fmt: skip
-    """The visit while the answers to a new message grow. Raises UserError for one that cannot be asked."""
+def asked(models: Sequence[ChatModel], visit: Visit, message: str, settings: Settings, blind: bool) -> Visit:
+    """The visit with a new question, not answered yet. Raises UserError for one that cannot be asked."""
     new = Visit(visit.conversation(), cleaned(message), order=_order(models, blind), blind=blind, settings=settings)
-    return _answers(models, new, stop, scorer)
+    return _checked(models, new)
 
 
-def try_again(
-    models: Sequence[ChatModel], visit: Visit, settings: Settings, blind: bool,
-    stop: threading.Event | None = None, scorer: Scorer | None = None,
-) -> Iterator[Visit]:  # fmt: skip
-    """The visit while the last question is answered anew, with other random numbers. Raises UserError: none."""
+def asked_again(models: Sequence[ChatModel], visit: Visit, settings: Settings, blind: bool) -> Visit:
+    """The visit with the last question not answered yet, for other random numbers. Raises UserError: there is none."""
     if not visit.question:
         if not visit.history:
             raise UserError("there is no question to ask again; the conversation is empty")
         visit = Visit(without_last_round(visit.history), visit.history[-2].text)
     new = Visit(visit.history, visit.question, order=_order(models, blind), attempt=visit.attempt + 1, blind=blind,
                 settings=settings)  # fmt: skip
-    return _answers(models, new, stop, scorer)
+    return _checked(models, new)
+
+
+def answering(
+    models: Sequence[ChatModel], visit: Visit, stop: threading.Event | None = None, scorer: Scorer | None = None
+) -> Iterator[Visit]:
+    """An asked visit while its answers grow; the last one is not ``asking`` any more."""
+    for answers in stream_answers(
+        models, visit.history, visit.question, visit.settings, attempt=visit.attempt, stop=stop
+    ):
+        asking = not all(answer.finish for answer in answers)
+        if all(answer.finish == "stopped" and not answer.text for answer in answers):
+            answers = ()  # nothing that one could vote on, or that the conversation could go on with
+        visit = dataclasses.replace(visit, answers=answers, asking=asking)
+        yield visit if visit.asking or scorer is None else _scored(visit, scorer)
 
 
 def undo(visit: Visit) -> Visit:
@@ -132,9 +151,12 @@ def vote(visit: Visit, models: Sequence[ChatModel], judgement: str, own: str, pa
 
 def view(visit: Visit, models: Sequence[ChatModel]) -> View:
     """What to show of a visit."""
-    messages, lines = [], []
-    labels = [SIDES[side] if visit.hidden else models[index].label for side, index in enumerate(visit.order)]
-    for side, label in enumerate(labels):
+    messages = []
+    names = [SIDES[side].capitalize() if visit.hidden else models[i].label for side, i in enumerate(visit.order)]
+    labels = names
+    if len(names) > 1 and not visit.hidden:  # one above the other on a phone, they say which one the votes call left
+        labels = [f"{side.capitalize()}: {name}" for side, name in zip(SIDES, names, strict=True)]
+    for side in range(len(names)):
         shown = [_message(turn.role, turn.text) for turn in visit.history]
         if visit.question:
             shown.append(_message("user", visit.question))
@@ -142,19 +164,18 @@ def view(visit: Visit, models: Sequence[ChatModel]) -> View:
             answer = visit.shown(side)
             text = answer.text or ("(no text)" if answer.finish else "")
             shown.append(_message("assistant", text))
-            lines.append(f"{label}: {_about(visit, side, models[visit.order[side]])}")
         messages.append(shown)
-    if visit.answered:
-        lines += visit.settings.remarks()
-    if visit.vote:
-        goes_on = "yours" if visit.own else SIDES[visit.vote == "right"]
-        lines.append(f"Your vote is kept, thank you. The conversation goes on with this answer: {goes_on}.")
-    return View(tuple(messages), tuple(labels), "\n".join(lines))
+    notes = [
+        f"**{as_written(label)}**: {as_written('; '.join(_note(visit, side, models[visit.order[side]])))}"
+        for side, label in enumerate(names)
+    ]
+    return View(tuple(messages), tuple(labels), tuple(notes), " ".join([_status(visit), *_remarks(visit)]))
 
 
 def as_written(text: str) -> str:
     """Markdown that shows a text exactly as it was typed: no character of it means anything (U-04)."""
-    return _INDENT.sub(lambda match: f"&#{ord(match[0])};", text.translate(_PUNCTUATION))
+    shown = _BLANKS.sub(lambda match: "&nbsp;" * (4 if match[0] == "\t" else 1), text.translate(_PUNCTUATION))
+    return re.sub(r"^(?=\n)", "&nbsp;", shown, flags=re.MULTILINE)  # an empty line would end the paragraph
 
 
 def markup_escaped(text: str) -> str:
@@ -182,26 +203,62 @@ def _order(models: Sequence[ChatModel], blind: bool) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _answers(
-    models: Sequence[ChatModel], visit: Visit, stop: threading.Event | None, scorer: Scorer | None
-) -> Iterator[Visit]:
-    for answers in stream_answers(
-        models, visit.history, visit.question, visit.settings, attempt=visit.attempt, stop=stop
-    ):
-        visit = dataclasses.replace(visit, answers=answers)
-        if scorer is not None and visit.answered:
-            scores = tuple(scorer.score(visit.history, visit.question, answer.text) for answer in answers)
-            visit = dataclasses.replace(visit, scores=scores)
-        yield visit
+def _checked(models: Sequence[ChatModel], visit: Visit) -> Visit:
+    for model in models:
+        model.prompt(visit.history, visit.question, visit.settings.max_new_tokens)
+    return dataclasses.replace(visit, asking=True)
 
 
-def _about(visit: Visit, side: int, model: ChatModel) -> str:
-    """Tokens against the limit, how the answer ended, its score; a score would tell too much before a blind vote."""
+def _scored(visit: Visit, scorer: Scorer) -> Visit:
+    if not visit.answered:
+        return visit
+    try:
+        scores = tuple(scorer.score(visit.history, visit.question, answer.text) for answer in visit.answers)
+    except RuntimeError as error:  # out of memory, say: the answers are there all the same
+        return dataclasses.replace(visit, unscored=f"there is no reward score ({error})")
+    return dataclasses.replace(visit, scores=scores)
+
+
+def _status(visit: Visit) -> str:
+    """What happened, and what one can do now."""
+    two = len(visit.order) > 1
+    if visit.ahead:
+        return f"Waiting for {visit.ahead} other {'question' if visit.ahead == 1 else 'questions'}…"
+    if visit.asking:
+        return "Answering…"
+    if not visit.question:
+        return "Ask both models a question." if two else "Ask a question."
+    if not visit.answers:
+        return "Stopped before an answer began. Retry asks again."
+    if not visit.answered:
+        return "The answer failed; the conversation goes on without it. Retry, or ask something else."
+    if visit.vote:
+        goes_on = "your own" if visit.own else f"the {SIDES[visit.vote == 'right']}"
+        return f"Your vote is kept, thank you. The conversation goes on with {goes_on} answer."
+    if visit.hidden:
+        return "Which answer is better? Your vote shows which model is which."
+    if two:
+        return "Which answer is better? Vote, or ask on: without a vote the conversation goes on with the left answer."
+    return "Ask on, or retry for another answer."
+
+
+def _remarks(visit: Visit) -> list[str]:
+    remarks = visit.settings.remarks() if visit.answered else []
+    return [f"{remark[0].upper()}{remark[1:]}." for remark in filter(None, [*remarks, visit.unscored])]
+
+
+def _note(visit: Visit, side: int, model: ChatModel) -> list[str]:
+    """Tokens against the limit, how the answer ended, its score; before a blind vote nothing that tells who it is."""
+    words = ["its name comes with your vote"] if visit.hidden else []
+    if not visit.answers:
+        return words or [f"holds {model.limit} tokens"]
     answer = visit.shown(side)
-    words = [f"{answer.prompt_tokens + answer.tokens} of {model.limit} tokens", *answer.remarks()]
+    if not visit.hidden:
+        words.append(f"{answer.prompt_tokens + answer.tokens} of {model.limit} tokens")
+        if visit.scores:
+            score = visit.scores[visit.order[side]]
+            words.append("too long for the reward model" if score is None else f"reward score {score:.3f}")
+    words += answer.remarks()
     if answer.error:
         words.append(f"error: {answer.error}")
-    if visit.scores and not visit.hidden:
-        score = visit.scores[visit.order[side]]
-        words.append("too long for the reward model" if score is None else f"reward score {score:.3f}")
-    return "; ".join(words)
+    return words

@@ -10,7 +10,7 @@ import pytest
 from gradio_client import Client
 
 from alpaca_rlhf.arguments.errors import UserError
-from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Turn, load_raw_dataset
+from alpaca_rlhf.deepspeed_chat.training.utils.data.raw_datasets import Turn
 from alpaca_rlhf.inference import llama_chatbot_gradio as app
 from alpaca_rlhf.inference import page
 from alpaca_rlhf.inference.settings import Settings
@@ -30,7 +30,11 @@ class Visitor:
         self.handlers, self.session, self.visit, self.outputs = handlers, session, handlers.fresh(), ()
 
     def take(self, outputs):
-        self.visit, self.outputs = outputs[0], outputs
+        """Only what changed is sent while an answer grows: a property stays until there is another."""
+        before = self.outputs[1:] or [{} for _ in outputs[1:]]
+        self.visit = outputs[0] or self.visit
+        self.outputs = (self.visit, *({**old, **new} for old, new in zip(before, outputs[1:], strict=True)))
+        self.box = outputs[1]
         return self
 
     def ask(self, message, blind=False):
@@ -43,7 +47,15 @@ class Visitor:
 
     @property
     def status(self):
-        return self.outputs[2]["value"]
+        return html.unescape(self.outputs[2]["value"])
+
+    def note(self, side=0):
+        return html.unescape(self.outputs[len(self.handlers.models) + 3 + side]["value"])
+
+    def enabled(self):
+        """Send, stop, retry, undo, and the votes."""
+        buttons = self.outputs[2 * len(self.handlers.models) + 3 :]
+        return [button.get("visible", True) and button.get("interactive", True) for button in buttons if button]
 
     def turns(self, side=0):
         return [html.unescape(message["content"]) for message in self.outputs[3 + side]["value"]]
@@ -65,7 +77,7 @@ def test_U03_two_visitors_in_turn_have_each_their_own_conversation():
             asked = [text for text in prompts[-1][::2]]
             assert asked == [f"{name} {w}" for w in ["one", "two", "three"][: number + 1]]
             assert len(visitor.visit.conversation()) == 2 * (number + 1) and len(visitor.turns()) == 2 * (number + 1)
-    assert handlers.stops == {}
+    assert handlers.questions == {} and handlers.line == []
 
 
 def test_U03_an_answer_that_grows_changes_no_earlier_state():
@@ -74,22 +86,26 @@ def test_U03_an_answer_that_grows_changes_no_earlier_state():
     before = visitor.visit
     states = [outputs[0] for outputs in visitor.handlers.ask("s", before, "what", False, *VALUES)]
     assert visitor.visit is before and before.question == "why" and before.history == ()
-    assert [state.answers[0].text for state in states] == ["one", "one two", "one two three", "one two three"]
+    assert [state.answers[0].text for state in states[1:]] == ["one", "one two", "one two three", "one two three"]
+    assert [state.asking for state in states] == [True] * 4 + [False] and states[0].answers == ()
     assert {state.history for state in states} == {(Turn("user", "why"), Turn("assistant", "one two three"))}
 
 
 def test_the_text_box_is_emptied_once_and_then_the_visitors():
     visitor = visitor_of(scripted("one two three"))
     boxes = [outputs[1] for outputs in visitor.handlers.ask("s", visitor.visit, "why", False, *VALUES)]
-    assert boxes == [{"value": ""}, {}, {}, {}]
-    assert visitor.ask("  ").outputs[1] == {} and visitor.status == "error: the message is empty; write a question"
+    assert boxes == [{"value": ""}, {}, {}, {}, {}]
+    visitor.ask("  ")
+    assert visitor.box == {} and visitor.status == "Error: the message is empty; write a question. Ask a question."
 
 
-@pytest.mark.parametrize("text", [MARKUP, "1. *a* _b_ #c\n    `d` $$e$$ https://f.g", "\U0001f600 </s>", "&amp; &#63;"])
+@pytest.mark.parametrize("text", [MARKUP, "1. *a* _b_ #c\n    `d` $$e$$ https://f.g", "\U0001f600 </s>", "&amp; &#63;",
+                                  "a  b\n\n\n  - c"])
 def test_U04_what_a_person_writes_is_shown_as_it_is_and_nothing_of_it_is_markdown(text):
     shown = page.as_written(text)
-    assert html.unescape(shown) == text
-    assert not re.search(r"[^\w\s&#;\U0001f600]", shown) and not re.search(r"^[ \t]", shown, re.MULTILINE)
+    assert html.unescape(shown).replace("\u00a0\n", "\n").replace("\u00a0", " ") == text
+    assert not re.search(r"[^\w\s&#;\U0001f600]", shown)
+    assert not re.search(r"^[ \t]|[ \t]{2}|\n\n", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +133,9 @@ def test_U05_a_failed_answer_is_told_forgotten_and_the_next_one_comes():
 
     visitor = visitor_of(scripted("one two three", after=(2, fail)))
     visitor.ask("why")
-    assert "error: the answer failed (RuntimeError: lost)" in visitor.status and visitor.turns() == ["why", "one two"]
-    assert visitor.ask("what").turns() == ["what", "one two three"] and "error" not in visitor.status
+    assert "error: the answer failed (RuntimeError: lost)" in visitor.note() and visitor.turns() == ["why", "one two"]
+    assert visitor.status.startswith("The answer failed; the conversation goes on without it")
+    assert visitor.ask("what").turns() == ["what", "one two three"] and "failed" not in visitor.status + visitor.note()
 
 
 def test_U05_stop_keeps_what_is_there_and_touches_no_other_visitor():
@@ -126,102 +143,17 @@ def test_U05_stop_keeps_what_is_there_and_touches_no_other_visitor():
     model = scripted("one two three", after=(2, lambda: handlers.stop("a")))
     handlers.models = [model]
     a, b = Visitor(handlers, "a").ask("why"), Visitor(handlers, "b").ask("why")
-    assert a.turns() == ["why", "one two three"] and "stopped" in a.status and a.visit.answered
-    assert "stopped" not in b.status
+    assert a.turns() == ["why", "one two three"] and "stopped" in a.note() and a.visit.answered
+    assert "stopped" not in b.note()
     handlers.stop("nobody")
-
-
-def test_clearing_ends_what_grows_and_nothing_comes_after():
-    visitor = visitor_of(scripted("one two three"))
-    growing = visitor.handlers.ask("s", visitor.visit, "why", False, *VALUES)
-    visitor.take(next(growing))
-    visitor.take(visitor.handlers.clear("s"))
-    assert list(growing) == [] and visitor.turns() == [] and visitor.visit == visitor.handlers.fresh()
-    assert visitor.ask("what").turns() == ["what", "one two three"]
-
-
-def test_undo_and_retry():
-    visitor = visitor_of(chat_model(), chat_model())
-    visitor.ask("name a colour").ask("why")
-    first = visitor.visit
-    for outputs in visitor.handlers.retry("s", visitor.visit, "half typed", False, *VALUES):
-        visitor.take(outputs)
-    assert visitor.outputs[1] == {} and visitor.visit.history == first.history
-    assert visitor.visit.answers[0].text != first.answers[0].text
-    visitor.take(visitor.handlers.undo("s", visitor.visit, ""))
-    assert visitor.outputs[1] == {"value": "why"} and len(visitor.turns(0)) == len(visitor.turns(1)) == 2
-    for outputs in visitor.handlers.retry("s", visitor.visit, "", False, *VALUES):  # the round before, anew
-        visitor.take(outputs)
-    assert visitor.visit.history == () and visitor.visit.question == "name a colour"
-    visitor.take(visitor.handlers.undo("s", visitor.visit, "half typed"))
-    assert visitor.turns() == [] and visitor.outputs[1] == {}
-    visitor.take(visitor.handlers.undo("s", visitor.visit, ""))
-    assert visitor.status == "error: there is nothing to take back; the conversation is empty"
-    (outputs,) = visitor.handlers.retry("s", visitor.visit, "", False, *VALUES)
-    assert outputs[2]["value"] == "error: there is no question to ask again; the conversation is empty"
 
 
 def test_U07_one_page_two_models_one_history():
     visitor = visitor_of(chat_model(name="a"), chat_model(name="b"))
     visitor.ask("name a colour").ask("why")
     assert visitor.turns(0) == visitor.turns(1) and len(visitor.turns(0)) == 4
-    assert [visitor.outputs[3 + side]["label"] for side in (0, 1)] == ["a", "b"]
-
-
-def test_a_blind_vote_hides_names_and_scores_until_it_is_cast_and_shuffles_the_sides(tmp_path):
-    class Scorer:
-        def score(self, history, message, answer):
-            return float(len(answer))
-
-    path, models = tmp_path / "votes.jsonl", [scripted("blue", name="SFT"), scripted("red one", name="RLHF")]
-    visitor, orders = visitor_of(*models, votes=path, scorer=Scorer()), set()
-    for _ in range(40):
-        visitor.ask("name a colour", blind=True)
-        orders.add(visitor.visit.order)
-        seen = json.dumps(visitor.outputs[2:])
-        assert "SFT" not in seen and "RLHF" not in seen and "score" not in seen
-        left = visitor.turns(0)[-1]
-        visitor.vote("left")
-        winner = "SFT" if left == "blue" else "RLHF"
-        assert visitor.outputs[3]["label"] == winner
-        scores = dict(re.findall(r"^(\w+): .*; reward score (.*)$", visitor.status, re.MULTILINE))
-        assert scores == {"SFT": "4.000", "RLHF": "7.000"}
-        assert json.loads(path.read_text().splitlines()[-1])["names"]["left"] == winner
-        visitor.take(visitor.handlers.clear("s"))
-    assert orders == {(0, 1), (1, 0)}
-
-
-@pytest.mark.parametrize(
-    "judgement, own, goes_on",
-    [("left", "", "blue"), ("right", "", "red"), ("tie", "", "blue"), ("both_bad", " green ", "green"),
-     (None, "", "blue")],
-)  # fmt: skip
-def test_the_conversation_goes_on_with_the_better_answer(tmp_path, judgement, own, goes_on):
-    visitor = visitor_of(scripted("blue"), scripted("red"), votes=tmp_path / "votes.jsonl").ask("name a colour")
-    if judgement:
-        visitor.vote(judgement, own)
-        assert visitor.outputs[-1] == {"value": ""}
-    visitor.ask("why")
-    assert visitor.visit.history == (Turn("user", "name a colour"), Turn("assistant", goes_on))
-
-
-def test_what_cannot_be_voted_on_is_said_and_the_own_answer_stays(tmp_path):
-    visitor = visitor_of(scripted("blue"), scripted("red"), votes=tmp_path / "votes.jsonl")
-    visitor.vote("left", "mine")
-    assert visitor.status.startswith("error: there is nothing to vote on yet") and visitor.outputs[-1] == {}
-    visitor.ask("name a colour").vote("left").vote("right")
-    assert visitor.status.startswith("error: this question has your vote already")
-    assert len((tmp_path / "votes.jsonl").read_text().splitlines()) == 1
-
-
-def test_votes_of_the_page_are_pairs_for_step_2(tmp_path):
-    path = tmp_path / "votes.jsonl"
-    visitor = visitor_of(scripted("blue"), scripted("red"), votes=path)
-    visitor.ask("name a colour", blind=True).vote("tie").ask("why", blind=True).vote("both_bad", MARKUP)
-    raw = load_raw_dataset(str(path), cache_dir="", needs_rejected=True)
-    assert {(pair.chosen, pair.rejected) for pair in raw.train} == {(MARKUP, "blue"), (MARKUP, "red")}
-    assert raw.train[0].prompt == visitor.visit.history + (Turn("user", "why"),)
-    assert raw.skipped == {"the vote is a tie": 1}
+    assert [visitor.outputs[3 + side]["label"] for side in (0, 1)] == ["Left: a", "Right: b"]
+    assert [visitor.note(side).partition(":")[0] for side in (0, 1)] == ["**a**", "**b**"]
 
 
 def test_U06_the_page_is_local_and_logs_nothing_by_default(capsys):
@@ -239,13 +171,6 @@ def test_the_password_comes_from_the_environment(monkeypatch):
     for wrong, sentence in (("me", "not USER:ENV_VAR"), ("me:", "not USER:ENV_VAR"), ("me:NOT_THERE", "NOT_THERE")):
         with pytest.raises(UserError, match=sentence):
             app.password(wrong)
-
-
-def test_settings_of_the_components():
-    assert app.settings_of(VALUES) == Settings(16, temperature=1.0, top_p=1.0)
-    assert app.settings_of((64.0, 2, False, 0, 1, 7)) == Settings(64, 2, False, 0.0, 1.0, 7)
-    with pytest.raises(UserError, match="seed cannot be ''"):
-        app.settings_of((*VALUES[:-1], None))
 
 
 @pytest.mark.parametrize(
@@ -275,32 +200,35 @@ def test_through_the_server_with_gradios_own_client(tmp_path):
     models = [scripted("blue one two", name="a"), scripted("red", name="b")]
     blocks = app.build(models, SETTINGS, None, path)
     assert not blocks.analytics_enabled
-    _, url, share = blocks.queue(default_concurrency_limit=8).launch(
-        prevent_thread_lock=True, quiet=True, server_name="127.0.0.1", share=False, ssr_mode=False
-    )
+    _, url, share = app.opened(blocks, server_name="127.0.0.1", share=False)
     try:
         assert url.startswith("http://127.0.0.1:") and share is None
         first, second = (Client(url, verbose=False, analytics_enabled=False) for _ in range(2))
-        job = first.submit(MARKUP, True, *VALUES, api_name="/ask")
-        job.result()
-        answers = [[texts(side)[-1] for side in output[2:]] for output in job.outputs()]
-        assert len(answers) >= 3 and sorted(answers[-1]) == ["blue one two", "red"]
-        assert texts(second.predict("why", False, *VALUES, api_name="/ask")[2]) == ["why", "blue one two"]
-        assert texts(job.result()[2])[0] == MARKUP
-        status = first.predict("", api_name="/vote_right")[1]["value"]
-        assert "Your vote is kept" in status
+        answers = seen(first, MARKUP, True)
+        assert len(answers) >= 3 and sorted(side[-1] for side in answers[-1]) == ["blue one two", "red"]
+        assert answers[-1][0][0] == MARKUP
+        assert seen(second, "why", False)[-1][0] == ["why", "blue one two"]
+        assert "Your vote is kept" in html.unescape(first.predict("", api_name="/vote_right")[1])
         assert [json.loads(line)["vote"] for line in path.read_text().splitlines()] == ["right"]
-        later = first.predict("what", False, *VALUES, api_name="/ask")
-        assert len(texts(later[2])) == 4 and texts(later[2])[0] == MARKUP
-        assert texts(first.predict(api_name="/clear")[2]) == []
-        assert texts(second.predict("what", False, *VALUES, api_name="/ask")[2])[0] == "why"
+        later = seen(first, "what", False)[-1][0]
+        assert len(later) == 4 and later[0] == MARKUP
+        assert first.predict(api_name="/clear")[2]["value"] == []
+        assert seen(second, "what", False)[-1][0][0] == "why"
     finally:
         blocks.close()
 
 
-def texts(update):
-    """The texts of a chat as the client gets it."""
-    return [html.unescape(part["text"]) for message in update["value"] for part in message["content"]]
+def seen(client, *question):
+    """The texts of both chats at each moment; only what changed is sent, as a value or among other properties."""
+    job, shown, moments = client.submit(*question, *VALUES, api_name="/ask"), [[], []], []
+    job.result()
+    for output in job.outputs():
+        for side, update in enumerate(output[2:4]):
+            value = update.get("value") if isinstance(update, dict) else update
+            if value is not None:
+                shown[side] = [html.unescape(part["text"]) for message in value for part in message["content"]]
+        moments.append(list(shown))
+    return moments
 
 
 def test_one_model_has_no_votes_and_the_components_are_gradios_own():
