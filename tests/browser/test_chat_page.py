@@ -112,6 +112,7 @@ def test_U05_stop_ends_what_grows_and_the_next_question_is_answered(visit):
     visitor = visit().ask("endless")
     for side in NAMES:
         expect(visitor.turns("bot", side)).to_contain_text("on and on")
+    expect(visitor.page.locator("#vote_left")).to_be_disabled()  # there is no whole answer to judge
     visitor.click("stop")
     expect(visitor.note("left")).to_contain_text("stopped")
     expect(visitor.note("right")).to_contain_text("stopped")
