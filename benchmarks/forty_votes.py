@@ -56,10 +56,14 @@ TWIN: dict[str, object] = {
 REWARD_MODEL: dict[str, object] = {
     "data_split": "0,1,0", "learning_rate": 5e-4, "num_train_epochs": 4, "per_device_train_batch_size": 8,
 }  # fmt: skip
-PPO: dict[str, object] = {  # the demo's, but for the number of rollouts
+# The demo's, but for two: the number of rollouts, and raw scores. The deviation of the chosen scores, by which step 3
+# divides them else, is that of answers which all have a list: from another answer they are ten and more of it away, so
+# that all answers without a list are clipped to one score and the critic begins with values far outside the clip.
+PPO: dict[str, object] = {
     "data_path": DATA / "preferences", "data_split": "0,0,1", "actor_learning_rate": 2e-4, "critic_learning_rate": 5e-4,
     "lr_scheduler_type": "constant_with_warmup", "num_warmup_steps": 5, "per_device_train_batch_size": 64,
     "per_device_mini_train_batch_size": 32, "ppo_epochs": 2, "max_steps": ITERATIONS, "kl_coef": 0.1,
+    "reward_normalization": "off",
 }  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def train_policy(places: Places) -> dict[str, list[float]]:
     with watched_lists(TextEncoder(tokenizer)) as lists:
         output = places.run("rlhf", step3.main, {**PPO, **LENGTHS, **start, "seed": places.seed})
     log = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {"list_share": lists, **{key: [row[key] for row in log] for key in ("normalized_score", "kl", "length")}}
+    return {"list_share": lists, **{key: [row[key] for row in log] for key in ("score", "kl", "length")}}
 
 
 def compare(places: Places) -> dict[str, dict]:
@@ -246,7 +250,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def plot(report: Mapping[str, Any], file: Path) -> None:
-    """List share and mean reward of each rollout."""
+    """List share and mean score of each rollout."""
     rollouts = report["rollouts"]
     figure, axes = new_picture("PPO on forty votes for lists", "rollout", "share of answers with a list")
     numbers = range(1, len(rollouts["list_share"]) + 1)
@@ -254,8 +258,8 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
     axes.set_ylim(0, 1)
     axes.xaxis.get_major_locator().set_params(integer=True)
     right = axes.twinx()
-    right.set_ylabel("normalised score")
-    lines += right.plot(numbers, rollouts["normalized_score"], color="C1", marker="o", markersize=3.5, label="reward")
+    right.set_ylabel("mean score by the reward model")
+    lines += right.plot(numbers, rollouts["score"], color="C1", marker="o", markersize=3.5, label="score")
     axes.legend(handles=lines, fontsize="small", loc="lower right")
     save_picture(figure, file)
 

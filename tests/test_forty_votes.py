@@ -110,7 +110,7 @@ def test_the_report_is_a_table_and_a_picture(tmp_path):
     report = {
         "seed": 4, "votes": {"asked": 250, "longer": 35}, "reward_model": {"any_pair": pairs, "shorter_list": pairs},
         "before": model, "after": {**model, "list_share": 0.75, "kl": 2.5}, "seconds": {"total": 321},
-        "rollouts": {"list_share": [0.25, 0.75], "normalized_score": [-1.0, 1.0]},
+        "rollouts": {"list_share": [0.25, 0.75], "score": [-1.0, 1.0]},
     }  # fmt: skip
     told = forty_votes.table(report)
     assert "seed 4: 40 votes out of 250 questions" in told and "the list scores higher in 0.900 of 120" in told
