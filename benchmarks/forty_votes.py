@@ -255,7 +255,7 @@ def plot(report: Mapping[str, Any], file: Path) -> None:
     figure, axes = new_picture("PPO on forty votes for lists", "rollout", "share of answers with a list")
     numbers = range(1, len(rollouts["list_share"]) + 1)
     lines = axes.plot(numbers, rollouts["list_share"], color="C0", marker="o", markersize=3.5, label="lists")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.03)
     axes.xaxis.get_major_locator().set_params(integer=True)
     right = axes.twinx()
     right.set_ylabel("mean score by the reward model")
