@@ -3,6 +3,7 @@
 import dataclasses
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,8 +56,9 @@ def stream_answer(
 ) -> Iterator[Answer]:  # fmt: skip
     """The growing answer to ``message`` after ``history``; the last one has a ``finish``.
 
-    A sampled answer is a function of the prompt, the settings, the number of the round and ``attempt`` (which tells
-    repeated tries apart) alone. Closing the iterator, or setting ``stop``, ends the generation at its next token.
+    A sampled answer is a function of the conversation, the settings and ``attempt`` (which tells repeated tries apart)
+    alone; other questions get other random numbers, so that one seed does not begin all answers alike. Closing the
+    iterator, or setting ``stop``, ends the generation at its next token.
 
     Raises:
         UserError: the message cannot be asked; nothing was generated.
@@ -65,7 +67,7 @@ def stream_answer(
     start = Answer(prompt_tokens=len(prompt.ids), dropped=prompt.dropped)
     stop, abandoned = stop or threading.Event(), threading.Event()
     parts: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-    uniforms = row_uniforms(settings.seed, len(history) // 2, [attempt], settings.max_new_tokens)
+    uniforms = row_uniforms(settings.seed, question_key(history, message), [attempt], settings.max_new_tokens)
 
     def work() -> Answer:
         try:
@@ -119,6 +121,12 @@ def stream_answers(
     finally:
         for stream in streams:
             stream.close()
+
+
+def question_key(history: History, message: str) -> int:
+    """A number of the conversation's texts, which no tokenizer changes: every model gets the same."""
+    texts = [turn.text for turn in history] + [message]
+    return zlib.crc32("\0".join(texts).encode("utf-8", "surrogatepass"))
 
 
 def describe(error: BaseException) -> str:

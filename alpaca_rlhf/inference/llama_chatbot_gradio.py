@@ -41,6 +41,7 @@ EXAMPLES = (
 )
 # Of a conversation: as high on a wide screen; on a phone, where two stand one above the other, it grows.
 LEAST_HEIGHT, MOST_HEIGHT = "clamp(110px, 32vw, 40vh)", "40vh"
+REMEMBERED = 256  # sessions; gradio keeps some 60 KB for each and 75 more for each of its questions
 VISITORS = 64  # whose questions may wait at the same time; those of further ones wait in gradio's queue
 VOTE_BUTTONS = {"left": "Left is better", "right": "Right is better", "tie": "Tie", "both_bad": "Both are bad"}
 
@@ -113,7 +114,7 @@ def opened(blocks: "gradio.Blocks", **place: Any) -> tuple[Any, str, str | None]
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none from elsewhere
     return blocks.queue().launch(
         theme=gradio.themes.Default(**fonts), footer_links=[], ssr_mode=False, quiet=True, prevent_thread_lock=True,
-        max_threads=2 * VISITORS, **place,
+        max_threads=2 * VISITORS, state_session_capacity=REMEMBERED, **place,
     )  # fmt: skip
 
 

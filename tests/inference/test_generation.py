@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from alpaca_rlhf.arguments.errors import UserError
+from alpaca_rlhf.inference import generation
 from alpaca_rlhf.inference.conversation import with_round
-from alpaca_rlhf.inference.generation import stream_answer, stream_answers
+from alpaca_rlhf.inference.generation import question_key, stream_answer, stream_answers
 from alpaca_rlhf.inference.settings import Settings
 from alpaca_rlhf.rollout.base import SamplingSettings, row_uniforms
 from alpaca_rlhf.rollout.hf_generate import HFGenerateRollout
@@ -48,17 +49,28 @@ def test_a_sampled_answer_is_the_rollouts_own():
     history = with_round((), "why", "no")
     ids = torch.tensor([model.prompt(history, "what", 16).ids])
     sampling = SamplingSettings(16, (2,), 0, 0.8, 0.9, vocabulary_limit=len(word_tokenizer()))
-    rolled = HFGenerateRollout(model.model, sampling).generate(ids, torch.ones_like(ids), row_uniforms(5, 1, [0], 16))
+    uniforms = row_uniforms(5, question_key(history, "what"), [0], 16)
+    rolled = HFGenerateRollout(model.model, sampling).generate(ids, torch.ones_like(ids), uniforms)
     assert answer(model, "what", history, settings).text == model.encoder.decode(rolled[0].tolist())
 
 
-def test_the_numbers_hang_on_seed_round_and_attempt_alone():
+def test_the_numbers_hang_on_seed_conversation_and_attempt_alone():
     model, later = chat_model(), with_round((), "name a colour", "blue")
     first = answer(model)
     assert answer(model) == first
     others = [answer(model, settings=Settings(16, temperature=1.0, top_p=1.0, seed=7)), answer(model, attempt=1),
               answer(model, history=later)]  # fmt: skip
     assert all(other.text != first.text for other in others)
+
+
+def test_one_seed_draws_other_numbers_for_other_questions_and_the_same_for_every_model(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(generation, "row_uniforms", lambda *key: drawn.append(key) or row_uniforms(*key))
+    for model in (chat_model(), chat_model(tiny_llama(len(word_tokenizer()), seed=1), template="hh")):
+        for history in ((), with_round((), "why", "no"), with_round((), "why", "blue")):
+            for message in ("what", "why", "\U0001f642"):
+                answer(model, message, history)
+    assert drawn[:9] == drawn[9:] and len(set(map(str, drawn))) == 9
 
 
 def test_no_id_without_a_token_is_drawn():

@@ -218,6 +218,19 @@ def test_through_the_server_with_gradios_own_client(tmp_path):
         blocks.close()
 
 
+def test_sessions_long_gone_take_no_memory(monkeypatch):
+    monkeypatch.setattr(app, "REMEMBERED", 2)
+    blocks = app.build([scripted("blue", name="a"), scripted("red", name="b")], SETTINGS, None, None)
+    server, url, _ = app.opened(blocks, server_name="127.0.0.1", share=False)
+    try:
+        for question in ("one", "two", "three"):
+            client = Client(url, verbose=False, analytics_enabled=False)
+            assert seen(client, question, False)[-1][0] == [question, "blue"]
+        assert len(server.state_holder.session_data) == 2
+    finally:
+        blocks.close()
+
+
 def seen(client, *question):
     """The texts of both chats at each moment; only what changed is sent, as a value or among other properties."""
     job, shown, moments = client.submit(*question, *VALUES, api_name="/ask"), [[], []], []

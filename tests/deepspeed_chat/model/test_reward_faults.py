@@ -79,6 +79,16 @@ def test_R09_the_report_shows_a_reward_for_length():
     assert scores([], []).metrics() == {} and scores([], []).chosen_stats() is None
 
 
+def test_R05_scores_whose_deviation_is_no_scale_for_others_are_told():
+    """As of forty votes for lists: all chosen answers score alike, the others far below."""
+    alike = scores([1.8, 1.9, 2.0, 1.9], [-2.0, -1.7, -1.9, -2.1]).scale_warning()
+    assert "differ by 0.071 only" in alike and "54 such deviations below" in alike and "--reward_normalization" in alike
+    assert scores([1.0, 3.0, -1.0], [0.0, 1.0, -2.0]).scale_warning() is None  # as in the demo
+    assert scores([0.0, 0.0], [0.0, 0.0]).scale_warning() is None and scores([], []).scale_warning() is None
+    bad = float("nan")
+    assert scores([bad], [1.0]).scale_warning() is None and scores([1.0, 1.1], [bad, bad]).scale_warning() is None
+
+
 @pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin", "sharded_bin"])
 def test_C05_a_reward_model_scores_the_same_from_every_layout_of_files(tmp_path, layout):
     model = new(tmp_path / "base")

@@ -22,6 +22,7 @@ from alpaca_rlhf.deepspeed_chat.training.step2_reward_model_finetuning.pairs imp
     batch_loss,
     score_pairs,
     told,
+    told_scale,
 )
 from alpaca_rlhf.deepspeed_chat.training.utils.data.collators import collate_pairs
 from alpaca_rlhf.deepspeed_chat.training.utils.data.data_utils import PromptDataset, create_prompt_dataset
@@ -112,8 +113,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.output.output_dir:
         enough = min(ENOUGH_SCORES, len(data.train))
         part, measured = ("evaluation", data.eval) if len(data.eval) >= enough else ("training", data.train)
-        stats, population = scores(measured).chosen_stats(), f"chosen answers of the {part} part"
-        run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
+        population = f"chosen answers of the {part} part"
+        stats = told_scale(run, scores(measured), population)
         export(args, run, engine, model, tokenizer, encoder.chat_template, data.report, stats, population)
     log.close()
     if diverged:

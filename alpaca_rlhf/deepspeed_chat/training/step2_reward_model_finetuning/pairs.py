@@ -13,6 +13,8 @@ from alpaca_rlhf.algorithms.rewards import RewardStats
 from alpaca_rlhf.engines.base import Engine
 from alpaca_rlhf.engines.stepping import to_device
 
+FAR = 5.0  # deviations: where step 3 clips normalised scores, unless it is told otherwise
+
 
 @dataclass(frozen=True)
 class PairScores:
@@ -50,6 +52,21 @@ class PairScores:
             return None
         return RewardStats(float(scores.mean()), float(scores.std(correction=0)), len(scores))
 
+    def scale_warning(self) -> str | None:
+        """What to say where step 3 could not use :meth:`chosen_stats`: the chosen answers' scores differ so little that
+        those of other answers, divided by their deviation, would all be clipped."""
+        stats, rejected = self.chosen_stats(), self.rejected[torch.isfinite(self.rejected)]
+        if stats is None or not len(rejected):
+            return None
+        below = (stats.mean - float(rejected.mean())) / max(stats.std, 1e-6)
+        if below <= FAR:
+            return None
+        return (
+            f"warning: the scores of the chosen answers differ by {stats.std:.2g} only, and the rejected answers lie "
+            f"{below:.0f} such deviations below: step 3 would clip them all to one score; give it "
+            "--reward_normalization off"
+        )
+
 
 @torch.no_grad()
 def score_pairs(engine: Engine, batches: Iterable[dict], run: Any) -> PairScores:
@@ -77,6 +94,15 @@ def told(run: Any, metrics: dict[str, float]) -> dict[str, float]:
             f"gap {metrics['eval_gap']:.3f}, score-length correlation {metrics['eval_length_correlation']:.2f}"
         )
     return metrics
+
+
+def told_scale(run: Any, scores: PairScores, population: str) -> RewardStats | None:
+    """The statistics that step 3 normalises by, printed on the way, with a warning where they are no scale for it."""
+    stats = scores.chosen_stats()
+    run.print(f"scores of the {population}: {stats or 'none is finite, so no statistics are saved'}")
+    if warning := scores.scale_warning():
+        run.print(warning)
+    return stats
 
 
 def batch_loss(engine: Engine, pair_loss: str, averages: Averages, batch: dict) -> Tensor:
