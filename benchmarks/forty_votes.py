@@ -90,8 +90,9 @@ class Places(NamedTuple):
         argv = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
         with words.open("w", encoding="utf-8") as file, quiet(file):
             code = command(main)([*argv, *more])
-        if code:
-            last = words.read_text(encoding="utf-8").strip().splitlines()[-1:]
+        told = words.read_text(encoding="utf-8")
+        if code or "stopped by SIGTERM" in told:  # which is no failure, but leaves no model
+            last = told.strip().splitlines()[-1:]
             raise UserError(f"{name} ended with exit code {code} ({' '.join(last)}); all it said is in {words}")
         return output
 
